@@ -1,0 +1,965 @@
+"""
+Train GPT-2 from nothing, in one file that reads from top to bottom.
+
+    python train_gpt2.py --quickstart                             a small GPT, offline, on any CPU
+    python fineweb.py && python train_gpt2.py                     GPT-2 124M, FineWeb-Edu, one GPU
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py        the same run on eight GPUs
+    python train_gpt2.py --resume                                 go on from the newest checkpoint
+    python train_gpt2.py --sample --init_from log/model_19073.pt  what a trained model writes
+    python train_gpt2.py --help                                   every flag
+
+In the order of a lecture: the model, generation, data, optimizer schedules, runtime, checkpoints,
+evaluation, log, training, command line.
+
+Shapes are written (B, T, C): B sequences of T tokens with C channels; V is the vocabulary, nh the
+number of heads, hs the size of one. A flag, its variable and its key in a checkpoint share a name.
+Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
+the hyperparameters, build-nanogpt and llm.c for the file formats.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
+
+# -----------------------------------------------------------------------------
+# the model
+
+# name: (layers, heads, channels, context in tokens, peak learning rate). GPT-2's sizes as llm.c has
+# them, GPT-3's and the learning rates from table 2.1 of its paper, each GPT-2 with the learning
+# rate of the GPT-3 nearest in parameters.
+SIZES = {
+    "tiny": (4, 4, 128, 256, 6e-4),
+    "d6": (6, 6, 384, 1024, 6e-4),
+    "d12": (12, 12, 768, 1024, 6e-4),  # GPT-2, 124M parameters
+    "d24": (24, 16, 1024, 1024, 3e-4),  # GPT-2 medium, 355M
+    "d36": (36, 20, 1280, 1024, 2.5e-4),  # GPT-2 large, 774M
+    "d48": (48, 25, 1600, 1024, 2e-4),  # GPT-2 XL, 1558M
+    "d60": (60, 30, 1920, 1024, 1.6e-4),  # 2.8B, from here on not OpenAI's
+    "d72": (72, 30, 2880, 1024, 1.2e-4),  # 7.3B
+    "d84": (84, 36, 3456, 1024, 1e-4),  # 12.2B
+    "gpt3:c384": (6, 6, 384, 2048, 6e-4),  # 31M, not in the paper
+    "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # Small, 125M
+    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # Medium, 356M
+    "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # Large, 760M
+    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # XL, 1.3B: the paper's 24 heads of 128 are not 2048
+    "gpt3:c2560": (32, 32, 2560, 2048, 1.6e-4),  # 2.7B
+    "gpt3:c4096": (32, 32, 4096, 2048, 1.2e-4),  # 6.7B
+    "gpt3:c5120": (40, 40, 5120, 2048, 1e-4),  # 13B: 5140 in the paper, which 128 does not divide
+    "gpt3:c12288": (96, 96, 12288, 2048, 0.6e-4),  # 175B
+}
+
+
+@dataclass
+class GPTConfig:
+    """The shape of a GPT and the tokenizer it reads with. The defaults are GPT-2 124M's."""
+
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    block_size: int = 1024  # context: the most tokens the position embedding knows
+    vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
+    tokenizer: str = "gpt2"
+    eot: int = 50256  # <|endoftext|>: opens every document, ends a sample
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a token sees itself and the tokens before it."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        assert config.n_embd % config.n_head == 0
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        if cache:  # [k, v] of the tokens before these
+            k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+        if cache is not None:
+            cache[:] = k, v
+        # is_causal lines the first query up with the first key. That is a whole sequence; one token
+        # after others sees them all and takes no mask
+        assert T in (1, k.size(2)), "a cache takes a whole prompt, then one token at a time"
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=k.size(2) == T)
+        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+        return self.c_proj(y)
+
+
+class MLP(nn.Module):
+    """Two matrices with a GELU between them, applied to each token alone."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # the tanh approximation, because GPT-2 was trained with it
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """Attention, where tokens look at each other, and an MLP; each adds to the residual stream."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        x = x + self.attn(self.ln_1(x), cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2, with Hugging Face's parameter names and matrices as nn.Linear has them: (out, in)."""
+
+    def __init__(self, config: GPTConfig, recompute: bool = False):
+        super().__init__()
+        self.config = config
+        self.recompute = recompute  # blocks run again in the backward pass, nothing of them is kept
+        C, V = (
+            config.n_embd,
+            math.ceil(config.vocab_size / 128) * 128,
+        )  # 50257 -> 50304: GEMMs like it
+        modules = {
+            "wte": nn.Embedding(V, C),
+            "wpe": nn.Embedding(config.block_size, C),
+            "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            "ln_f": nn.LayerNorm(C),
+        }
+        self.transformer = nn.ModuleDict(modules)
+        self.lm_head = nn.Linear(C, V, bias=False)
+        # tokens that are alike should be alike going in and coming out, and the matrix is 30% of
+        # the 124M parameters: one for both (Press & Wolf 2017, arXiv:1608.05859)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.apply(self._init_weights)
+        self.transformer.wte.weight.data[config.vocab_size :] = 0  # padding: rows of no token
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, CausalSelfAttention | MLP):
+            # 2 n_layer of these add to the residual stream; scaled, their sum does not grow with it
+            module.c_proj.weight.data *= (2 * self.config.n_layer) ** -0.5
+
+    def forward(self, idx: Tensor, targets=None, reduction="mean", cache=None) -> Tensor:
+        """Return float32 logits (B, T, V) of the next token, without padding, for idx (B, T) int64.
+        With targets (B, T) int64 return the cross entropy instead, in nats: its mean, or (B, T)
+        with reduction="none". A target of -1 counts for nothing.
+        A cache, at first an empty list for each layer, collects keys and values, (B, nh, T, hs)
+        each; idx then continues the tokens that it has seen."""
+        start = cache[0][0].size(2) if cache and cache[0] else 0
+        pos = torch.arange(start, start + idx.size(1), device=idx.device)
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):
+            # the residual stream in 16 bits too: half the bytes to move between matrix products
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        for i, block in enumerate(self.transformer.h):
+            if self.recompute and torch.is_grad_enabled():
+                x = recompute_in_backward(block, x, use_reentrant=False)
+            else:
+                x = block(x, cache[i] if cache else None)
+        x = self.transformer.ln_f(x)
+        # the padding's columns end here: no loss and no probability ever sees them
+        logits = self.lm_head(x)[..., : self.config.vocab_size].float()
+        if targets is None:
+            return logits
+        logits, flat = logits.flatten(0, 1), targets.flatten()
+        loss = F.cross_entropy(logits, flat, ignore_index=-1, reduction=reduction)
+        return loss.view_as(targets) if reduction == "none" else loss
+
+    def configure_optimizers(self, weight_decay: float, learning_rate: float) -> torch.optim.AdamW:
+        """Return AdamW with GPT-3's betas and eps. Matrices and embeddings decay, biases and
+        LayerNorms do not. Fused, one kernel for many tensors, on CUDA, MPS and CPU alike."""
+        params = list(self.parameters())
+        groups = [
+            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+# -----------------------------------------------------------------------------
+# generation
+
+
+def next_token(logits: Tensor, temperature: float, top_k: int, generator) -> Tensor:
+    """Draw one of the top_k (0: all) tokens for each row of logits (B, V): (B, 1) int64."""
+    if temperature == 0:  # the likeliest
+        return logits.argmax(dim=-1, keepdim=True)
+    V = logits.size(-1)
+    values, tokens = torch.topk(logits, min(top_k or V, V))
+    probs = F.softmax(values / temperature, dim=-1)
+    return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
+
+
+@torch.no_grad()
+def generate(model: GPT, tokens: Tensor, args: argparse.Namespace) -> Tensor:
+    """Continue tokens (B, T) int64 by args.max_new_tokens: (B, T + new). A row that has reached
+    <|endoftext|> repeats it. Past args.seq_len tokens the window slides: its first token leaves,
+    all positions change, and the cache is of no more use."""
+    eot, start = model.config.eot, tokens.size(1)
+    generator = torch.Generator(tokens.device).manual_seed(args.seed)  # training's is left alone
+    cache, fresh = [[] for _ in model.transformer.h], tokens  # fresh: not in the cache yet
+    while tokens.size(1) < start + args.max_new_tokens:
+        if tokens.size(1) <= args.seq_len:
+            logits = model(fresh, cache=cache)
+        else:
+            logits = model(tokens[:, -args.seq_len :])
+        fresh = next_token(logits[:, -1], args.temperature, args.top_k, generator)
+        ended = (tokens[:, start:] == eot).any(dim=1, keepdim=True)  # (B, 1)
+        tokens = torch.cat((tokens, fresh.masked_fill(ended, eot)), dim=1)
+        if (tokens[:, -1] == eot).all():
+            break
+    return tokens
+
+
+# -----------------------------------------------------------------------------
+# data
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError that tells the user what was found and expected, unless all is well."""
+    if not condition:
+        raise ValueError(message)
+
+
+def read_meta(data_dir: str) -> dict:
+    """Return tokenizer, vocab_size and eot of the folder's meta.json; GPT-2's where it has none."""
+    path = Path(data_dir) / "meta.json"
+    if not path.exists():
+        return {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
+    try:
+        meta = json.loads(path.read_text())
+        return {key: meta[key] for key in ("tokenizer", "vocab_size", "eot")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or not fineweb.py's: {error!r}") from error
+
+
+def read_shard(path: Path) -> np.ndarray:
+    """Return a shard's tokens, (n,) uint16, memory-mapped: a .npy file, or a .bin as in llm.c,
+    256 int32 (20240520, version 1, n, zeros) before them. Raises ValueError if it is not whole."""
+    try:
+        if path.suffix == ".bin":
+            header = np.fromfile(path, np.int32, 3).tolist()
+            expected = [20240520, 1, (path.stat().st_size - 256 * 4) // 2]  # 2 bytes a token
+            require(header == expected, f"header {header}, expected {expected} by the file's size")
+            return np.memmap(path, np.uint16, "r", offset=256 * 4)
+        tokens = np.load(path, mmap_mode="r")
+        found = f"{tokens.ndim}-D {tokens.dtype}"
+        require(found == "1-D uint16", f"{found}, expected 1-D uint16")
+        return tokens
+    except (ValueError, EOFError) as error:  # numpy's own do not name the file
+        raise ValueError(f"{path} is damaged or no shard of tokens: {error}") from error
+
+
+def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
+    """Return the shards whose name holds split, "train" or "val", by name and in its order."""
+    folder = Path(data_dir)
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    paths = [path for path in paths if path.suffix in (".npy", ".bin") and split in path.name]
+    what = "no file" if folder.is_dir() else "no such folder, so no file"
+    build = "`python fineweb.py` downloads them, `python train_gpt2.py --quickstart` needs none"
+    require(bool(paths), f"data_dir {data_dir}: {what} *{split}*.npy or *{split}*.bin; {build}")
+    for path in paths:
+        require(not ("train" in path.name and "val" in path.name), f"{path} names both splits")
+    return {path.name: read_shard(path) for path in paths}
+
+
+@lru_cache(maxsize=8)
+def permutation(n: int, *key: int) -> np.ndarray:
+    """Return an order of range(n) that depends on n and key alone, in every version of numpy."""
+    return np.random.RandomState(key).permutation(n)  # frozen, as numpy's newer generators are not
+
+
+class DataLoaderLite:
+    """Serve windows of T tokens, and the one after, in batches of (B, T): the same windows in the
+    same order whatever B and the number of processes. One cursor counts the windows that all
+    processes have had; each takes its B of the next B * num_processes. With a seed, every epoch
+    has a new order of shards, and of windows within each."""
+
+    def __init__(self, B, T, process_rank, num_processes, shards, vocab_size, seed, device):
+        self.B, self.T, self.process_rank, self.num_processes = B, T, process_rank, num_processes
+        self.names, self.shards = list(shards), list(shards.values())
+        self.vocab_size, self.seed, self.device = vocab_size, seed, device
+        sizes = [len(tokens) for tokens in self.shards]
+        crc = crc32(repr(list(zip(self.names, sizes, strict=True))).encode())
+        self.summary = f"{sum(sizes):,} tokens in {len(sizes)} shards, {crc:08x}"  # for resume
+        self.counts = np.array([max(0, size - 1) // T for size in sizes])
+        self.windows = int(self.counts.sum())  # in an epoch
+        require(self.windows > 0, f"no shard like {self.names[0]} has T + 1 = {T + 1} tokens")
+        self.scanned = set()
+        self.worker = ThreadPoolExecutor(1)  # has the next batch ready before the GPU asks
+        self.reset()
+
+    def reset(self, position: int = 0) -> None:
+        """Move the cursor to where position windows are behind it."""
+        self.position = position
+        self.pending = self.worker.submit(self._load, position + self.process_rank * self.B)
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, (B, T) int64 each, on the device."""
+        x, y = self.pending.result()
+        self.reset(self.position + self.B * self.num_processes)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def _load(self, first: int) -> list[Tensor]:
+        rows = np.stack([self._window(i) for i in range(first, first + self.B)]).astype(np.int64)
+        xy = [torch.from_numpy(part).contiguous() for part in (rows[:, :-1], rows[:, 1:])]
+        # only from pinned memory is a copy to the GPU asynchronous
+        return [part.pin_memory() for part in xy] if self.device.type == "cuda" else xy
+
+    def _window(self, i: int) -> np.ndarray:
+        """Return the i-th window of the run, (T + 1,) uint16."""
+        epoch, i = divmod(i, self.windows)
+        order = self._order(len(self.shards), epoch)
+        ends = self.counts[order].cumsum()
+        place = int(np.searchsorted(ends, i, side="right"))
+        shard = int(order[place])
+        tokens, count = self.shards[shard], int(self.counts[shard])
+        start = int(self._order(count, epoch, shard)[i - ends[place]]) * self.T  # from its end
+        if shard not in self.scanned:  # once, 12 ms per 100M tokens: a GPU would not say which
+            largest, what = int(tokens.max()), f"{self.names[shard]} is damaged or mislabelled"
+            require(largest < self.vocab_size, f"{what}: token {largest} of {self.vocab_size}")
+            self.scanned.add(shard)
+        return tokens[start : start + self.T + 1]
+
+    def _order(self, n: int, *key: int) -> np.ndarray:
+        return np.arange(n) if self.seed is None else permutation(n, self.seed, *key)
+
+
+# -----------------------------------------------------------------------------
+# schedules: the learning rate, and which updates to leave out
+
+
+def get_lr(step: int, args: argparse.Namespace) -> float:
+    """Return the learning rate of update number step, from 0: linear warmup, then args.schedule
+    down to min_lr. wsd stays at max_lr until the last fifth (Hagele et al. 2024, arXiv:2405.18392)."""
+    if step < args.warmup_steps:
+        return args.max_lr * (step + 1) / args.warmup_steps  # + 1: no update is for nothing
+    flat_until = max(args.warmup_steps, int(0.8 * args.max_steps) if args.schedule == "wsd" else 0)
+    if args.schedule == "constant" or step < flat_until:
+        return args.max_lr
+    ratio = (step - flat_until) / max(1, args.max_steps - flat_until)  # 0 to 1
+    cosine = 0.5 * (1 + math.cos(math.pi * ratio))
+    coeff = {"cosine": cosine, "linear": 1 - ratio, "wsd": 1 - math.sqrt(ratio)}[args.schedule]
+    return args.min_lr + coeff * (args.max_lr - args.min_lr)
+
+
+def fill_schedule(args: argparse.Namespace, windows: int) -> None:
+    """Set the flags that follow from the model's size and from the windows in an epoch."""
+    max_steps, warmup = 19073, 715  # 10B tokens of 2**19 a step; 375M tokens, as in GPT-3
+    if args.epochs is not None:
+        max_steps = max(1, int(args.epochs * windows * args.seq_len / args.total_batch_size))
+    args.max_steps = max_steps if args.max_steps is None else args.max_steps
+    if args.warmup_steps is None:  # a shorter run warms up for the same share of it
+        args.warmup_steps = round(warmup * min(1, args.max_steps / 19073))
+    steps = f"max_steps {args.max_steps}"
+    require(args.warmup_steps <= args.max_steps, f"warmup_steps {args.warmup_steps} > {steps}")
+    args.max_lr = SIZES[args.model][-1] if args.max_lr is None else args.max_lr
+    args.min_lr = 0.1 * args.max_lr if args.min_lr is None else args.min_lr
+
+
+def z_score(window: list[float], value: float) -> float:
+    """Return how many standard deviations value is above the mean of the last 128, it included;
+    nan until there were as many, and for a value that is not finite. Source: llm.c."""
+    full = len(window) == 128
+    if math.isfinite(value):
+        window[:] = [*window[-127:], value]
+    deviation = float(np.std(window)) if full else 0.0
+    return (value - float(np.mean(window))) / deviation if deviation > 0 else math.nan
+
+
+# -----------------------------------------------------------------------------
+# runtime: device, precision, processes
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where this process runs. Made once; its methods do the same in every mode."""
+
+    device: torch.device
+    dtype: str
+    compile: bool
+    rank: int
+    world_size: int
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which matrix products run in 16 bits, if dtype says so."""
+        half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
+        return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
+
+    def eager(self) -> contextlib.AbstractContextManager:
+        """Return the context in which a compiled model runs uncompiled: for shapes seen once."""
+        compiled = self.compile
+        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Return the mean over all processes, the same bits on each; they wait for each other."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values / self.world_size
+
+    def now(self) -> float:
+        """Return the time in seconds, once the device has done all it was given."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def print(self, *lines: str) -> None:
+        """Print lines once, not once a process."""
+        if self.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+
+def setup_run(args: argparse.Namespace) -> Run:
+    """Choose device and precision, and join torchrun's other processes if there are any."""
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = here if args.device == "auto" else torch.device(args.device)
+    require(device.type in ("cpu", here.type), f"device {device} is not here, {here} is")
+    capability = (0, 0)
+    if device.type == "cuda":
+        index = int(os.environ["LOCAL_RANK"]) if world_size > 1 else device.index or 0
+        count = torch.cuda.device_count()
+        require(index < count, f"process {index} finds no GPU of its own: there are {count}")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        capability = torch.cuda.get_device_capability(device)
+    if world_size > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    # matrix units take bfloat16 since Ampere (8, 0), float16 since Volta (7, 0), which is also the
+    # oldest that Triton, and so torch.compile, makes kernels for
+    half = "bfloat16" if capability >= (8, 0) else "float16"
+    dtype = half if capability >= (7, 0) else "float32"
+    dtype = dtype if args.dtype == "auto" else args.dtype
+    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    compiled = capability >= (7, 0) and find_spec("triton") is not None
+    compiled = compiled if args.compile is None else args.compile
+    return Run(device, dtype, compiled, rank, world_size)
+
+
+def fits(model: GPT, B: int, T: int, run: Run) -> bool:
+    """Return whether a forward and backward pass of (B, T) fits the GPU of every process."""
+    out_of_memory = torch.zeros((), device=run.device)
+    try:  # in place of what is not there yet: AdamW's two moments, and 5% for all the rest
+        spare = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+        total = torch.cuda.get_device_properties(run.device).total_memory  # bytes
+        spare.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
+        tokens = torch.zeros(B, T, dtype=torch.int64, device=run.device)
+        with run.autocast():
+            loss = model(tokens, tokens)
+        loss.backward()
+    except torch.OutOfMemoryError:
+        out_of_memory += 1
+    spare = loss = None
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    return run.mean(out_of_memory).item() == 0
+
+
+def choose_batch_size(model: GPT, args: argparse.Namespace, checkpoint: dict, run: Run) -> int:
+    """Return B, the sequences of a process and micro-step; the batch must be made of whole ones."""
+    T, total, cuda = args.seq_len, args.total_batch_size, run.device.type == "cuda"
+    sequences, rest = divmod(total, T * run.world_size)  # of one process, in a step
+    nearest = max(1, sequences) * T * run.world_size
+    what = f"seq_len {T} x {run.world_size} processes"
+    require(rest == 0, f"total_batch_size {total} is no multiple of {what}; {nearest} is")
+    if args.batch_size != "auto":
+        divisors = [B for B in range(1, sequences + 1) if sequences % B == 0]
+        what = f"{sequences} sequences a step and process; these do: {divisors}"
+        require(args.batch_size in divisors, f"batch_size {args.batch_size} does not divide {what}")
+        return args.batch_size
+    if checkpoint.get("world_size") == run.world_size:  # to go on bit for bit
+        return checkpoint["args"]["batch_size"]
+    powers = [2**i for i in range(13, -1, -1) if 2**i <= (64 if cuda else max(1, 8192 // T))]
+    for B in powers:
+        if sequences % B == 0 and (not cuda or fits(model, B, T, run)):
+            return B
+    raise ValueError(f"not one sequence of {T} tokens fits this GPU; --recompute needs less memory")
+
+
+# -----------------------------------------------------------------------------
+# checkpoints
+
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, however sharded
+
+
+def save_checkpoint(path: Path, model: nn.Module, optimizer, run: Run, **rest) -> None:
+    """Write path, whole or not at all: the same file whatever parallelism and compile. rest is
+    plain numbers, strings, lists and dicts. All processes call this, the first one writes."""
+    weights, moments = dcp.get_state_dict(model, optimizer, options=FULL)
+    if run.rank == 0:
+        del weights["lm_head.weight"]  # it is wte's
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            torch.save({"model": weights, "optimizer": moments, **rest}, file)
+            file.flush()
+            os.fsync(file.fileno())  # on the disk before it gets its name
+        os.replace(path.with_suffix(".tmp"), path)
+    run.print(f"saved {path}")
+
+
+def load_checkpoint(path: str | Path) -> dict:
+    """Return a checkpoint, its tensors on the CPU. Raises ValueError if path is not a whole one."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
+        return checkpoint
+    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.PickleError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path} is not a whole checkpoint of ours: {reason}") from error
+
+
+def list_checkpoints(log_dir: str) -> list[Path]:
+    """Return the checkpoints in log_dir, oldest first."""
+    return sorted(Path(log_dir).glob("model_*.pt"), key=lambda path: int(path.stem[6:]))
+
+
+def find_checkpoint(args: argparse.Namespace, run: Run) -> dict:
+    """Return the checkpoint to resume, {} for none. No run may be lost or mixed up unasked."""
+    holds_run = list_checkpoints(args.log_dir) or (Path(args.log_dir) / "log.txt").exists()
+    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
+    allowed = not holds_run or args.resume or args.overwrite
+    require(allowed, f"log_dir {args.log_dir} holds a run: {choice}")
+    for path in reversed(list_checkpoints(args.log_dir) if args.resume else []):
+        try:
+            return load_checkpoint(path)
+        except ValueError as error:  # a disk that lost its last writes has an older one
+            run.print(f"warning: {error}; trying the one before")
+    return {}
+
+
+def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, data: str) -> None:
+    """Raise ValueError, naming what differs, if checkpoint belongs to another run than this."""
+    flags = ("seq_len", "seed", "total_batch_size", "shuffle")
+    there = checkpoint["config"] | {flag: checkpoint["args"][flag] for flag in flags}
+    here = asdict(config) | {flag: getattr(args, flag) for flag in flags} | {"data": data}
+    there["data"] = checkpoint["data"]
+    differ = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
+    require(not differ, f"--resume: {args.log_dir} holds another run: {'; '.join(differ)}")
+
+
+# -----------------------------------------------------------------------------
+# evaluation
+
+
+@torch.no_grad()
+def validate(model: GPT, loader: DataLoaderLite, windows: int, run: Run) -> float:
+    """Return the mean loss, nats a token, of the first windows, whatever B and world size."""
+    loader.reset()
+    sums = []
+    rows = torch.arange(loader.B, device=run.device)[:, None] + run.rank * loader.B  # (B, 1)
+    for first in range(0, windows, loader.B * run.world_size):
+        x, y = loader.next_batch()
+        y = y.masked_fill(first + rows >= windows, -1)  # as many batches on each, some rows spare
+        with run.autocast():
+            sums.append(model(x, y, reduction="none").sum())
+    total = torch.stack(sums).cpu().double().sum().float().to(run.device)
+    return run.mean(total).item() * run.world_size / (windows * loader.T)
+
+
+def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
+    """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
+    from fineweb import get_tokenizer
+
+    tokenizer, eot = get_tokenizer(model.config.tokenizer), model.config.eot
+    prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
+    tokens = torch.tensor([prompt] * args.num_samples, device=run.device)
+    with run.eager(), run.autocast():
+        rows = generate(model, tokens, args)[:, len(prompt) :].tolist()
+    for i, row in enumerate(rows):
+        text = tokenizer.decode(row[: row.index(eot)] if eot in row else row)
+        run.print(f"sample {i}: {args.prompt}{text}")
+
+
+def sample(args: argparse.Namespace, run: Run) -> None:
+    """Print what the model of --init_from writes."""
+    require(args.init_from != "scratch", "--sample needs --init_from and a checkpoint")
+    checkpoint = load_checkpoint(args.init_from)
+    model = GPT(GPTConfig(**checkpoint["config"]))
+    model.load_state_dict(checkpoint["model"])
+    args.seq_len = args.seq_len or checkpoint["args"]["seq_len"]
+    print_samples(model.to(run.device), args, run)
+
+
+# -----------------------------------------------------------------------------
+# log and speed
+
+# dense peak TFLOP/s by a part of the GPU's name, first match: 16 bits, tf32, float32. Source:
+# NVIDIA's data sheets (matrix units without sparsity, accumulating in float32; float32 without).
+PEAK_TFLOPS = {
+    "B200": (2250, 1125, 75),
+    "H200": (989, 494, 67),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "A100": (312, 156, 19.5),
+    "L40S": (362, 183, 91.6),
+    "L4": (121, 60, 30.3),
+    "A10G": (70, 35, 31.2),
+    "RTX 5090": (210, 105, 105),
+    "RTX 4090": (165, 83, 82.6),
+    "RTX 3090": (71, 36, 35.6),
+    "V100": (125, 15.7, 15.7),  # no tf32 before Ampere: float32
+    "T4": (65, 8.1, 8.1),
+}
+
+
+def peak_tok_per_sec(config: GPTConfig, T: int, run: Run) -> float:
+    """Return the tokens a second at 100% MFU on all GPUs, nan for an unknown one. Source: llm.c."""
+    L, C = config.n_layer, config.n_embd
+    N = 12 * L * C * C + config.vocab_size * C  # parameters in matrix products, the head's too
+    # 1. a parameter multiplies and adds, forward and twice backward: 6 N
+    # 2. q @ k and att @ v: 2 * 2 * C * T a layer, 3 times as above, half of it behind the mask
+    flops_per_token = 6 * N + 6 * L * C * T
+    gpu = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
+    peaks = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in gpu), [math.nan] * 3)
+    column = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}[run.dtype]
+    return run.world_size * peaks[column] * 1e12 / flops_per_token
+
+
+class Log:
+    """log.txt, a line `{step} {stream} {value}` a record, written by the first process."""
+
+    def __init__(self, args: argparse.Namespace, start: int, run: Run):
+        """Make log_dir ready: without the run that --overwrite deletes, or records from start on."""
+        self.file, path = None, Path(args.log_dir) / "log.txt"
+        if run.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            old = [*list_checkpoints(args.log_dir)] if args.overwrite else []
+            for torn in [*path.parent.glob("*.tmp"), *old]:
+                torn.unlink()
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            kept = [line for line in lines if line.endswith("\n") and int(line.split()[0]) < start]
+            path.with_suffix(".tmp").write_text("".join(kept))
+            os.replace(path.with_suffix(".tmp"), path)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 unbuffered: whole or not
+
+    def record(self, step: int, **values: str) -> None:
+        """Append a record for each stream=value."""
+        lines = (f"{step} {stream} {value}\n" for stream, value in values.items())
+        if self.file:
+            self.file.write("".join(lines).encode())
+
+
+# -----------------------------------------------------------------------------
+# training
+
+
+def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tuple[GPTConfig, dict]:
+    """Return the config and the checkpoint that the weights come from, {} for new; set seq_len."""
+    if args.init_from == "scratch":
+        args.model, source = args.model.removeprefix("gpt2:"), checkpoint
+        require(args.model in SIZES, f"model {args.model} is none of {', '.join(SIZES)}")
+        config = GPTConfig(*SIZES[args.model][:4], **meta)
+    else:
+        source = checkpoint or load_checkpoint(args.init_from)
+        config, args.model = GPTConfig(**source["config"]), source["args"]["model"]
+        what = f"{args.init_from} reads {config.tokenizer} tokens, {args.data_dir} has"
+        require(config.tokenizer == meta["tokenizer"], f"{what} {meta['tokenizer']}")
+    args.seq_len = args.seq_len or (source["args"]["seq_len"] if source else config.block_size)
+    what = f"the {config.block_size} tokens that {args.model} can see"
+    require(args.seq_len <= config.block_size, f"seq_len {args.seq_len} is longer than {what}")
+    return config, source
+
+
+def describe(args: argparse.Namespace, model: GPT, loader, val_windows: int, run: Run) -> list[str]:
+    """Return the lines that a run starts with."""
+    T, B, world, context = args.seq_len, args.batch_size, run.world_size, model.config.block_size
+    cpu, cuda = f"CPU, {torch.get_num_threads()} threads", run.device.type == "cuda"
+    device = torch.cuda.get_device_name() if cuda else {"cpu": cpu}.get(run.device.type, "GPU")
+    micro_steps = args.total_batch_size // (B * T * world)
+    epochs = args.max_steps * args.total_batch_size / (loader.windows * T)
+    lines = [
+        f"device | {world} x {device}, {run.dtype}, compile {'on' if run.compile else 'off'}",
+        f"model  | {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"data   | {args.data_dir}: {loader.summary}; validation on {val_windows * T:,}",
+        f"batch  | {args.total_batch_size:,} tokens = B {B} x T {T} x {world} processes x "
+        f"{micro_steps} micro-steps",
+        f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; learning rate {args.max_lr:g} after "
+        f"{args.warmup_steps} of warmup, {args.schedule} to {args.min_lr:g}",
+    ]
+    if epochs > 4:
+        lines.append(f"warning: {epochs:.1f} epochs; after 4, repeated data teaches little")
+    if context > T:
+        lines.append(f"warning: T {T} leaves positions {T} to {context - 1} untrained")
+    if args.val_every and val_windows < args.val_tokens // T:
+        lines.append("note: the val split has fewer tokens than --val_tokens; all of it is used")
+    return lines
+
+
+def catch_signals() -> list[int]:
+    """Return a list that SIGTERM and SIGINT go to, once each; a second of a kind ends all."""
+    received = []
+
+    def catch(signum, frame):
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, catch)
+    return received
+
+
+def train(args: argparse.Namespace, run: Run) -> int:
+    """Train as the flags say and return the exit status: 0, or 128 + the signal that ended it."""
+    # what to train, on what, from where
+    meta = read_meta(args.data_dir)
+    train_shards = open_shards(args.data_dir, "train")
+    val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
+    checkpoint = find_checkpoint(args, run)
+    config, source = choose_model(args, meta, checkpoint)
+
+    # the model: the same seed gives the same weights on every device
+    torch.manual_seed(args.seed)
+    raw_model = GPT(config, args.recompute)
+    if source:
+        raw_model.load_state_dict(source["model"])
+    raw_model.to(run.device)
+    if run.compile:
+        raw_model.compile(dynamic=False)
+    B, T = choose_batch_size(raw_model, args, checkpoint, run), args.seq_len
+    args.batch_size, grad_accum_steps = B, args.total_batch_size // (B * T * run.world_size)
+    model = raw_model
+    if run.world_size > 1:
+        model = DDP(raw_model, broadcast_buffers=False, gradient_as_bucket_view=True)
+
+    # data, optimizer and all else that the next step depends on
+    place, seed = (B, T, run.rank, run.world_size), args.seed if args.shuffle else None
+    train_loader = DataLoaderLite(*place, train_shards, config.vocab_size, seed, run.device)
+    val_loader = DataLoaderLite(*place, val_shards, config.vocab_size, None, run.device)
+    val_windows = min(max(1, args.val_tokens // T), val_loader.windows)
+    fill_schedule(args, train_loader.windows)
+    optimizer = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
+    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
+    start, val_loss, loss_window, norm_window = 0, None, [], []
+    if checkpoint:
+        check_resume(checkpoint, config, args, train_loader.summary)
+        start, val_loss = checkpoint["step"], checkpoint["val_loss"]
+        loss_window, norm_window = checkpoint["loss_window"], checkpoint["norm_window"]
+        dcp.set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
+        if scaler.is_enabled() and checkpoint["scaler"]:
+            scaler.load_state_dict(checkpoint["scaler"])
+        train_loader.reset(checkpoint["position"])
+
+    def save(step: int) -> None:
+        rest = {"step": step, "position": train_loader.position, "data": train_loader.summary}
+        rest |= {"loss_window": loss_window, "norm_window": norm_window, "val_loss": val_loss}
+        rest |= {"scaler": scaler.state_dict(), "config": asdict(config), "args": vars(args)}
+        path = Path(args.log_dir) / f"model_{step:05d}.pt"
+        save_checkpoint(path, model, optimizer, run, world_size=run.world_size, **rest)
+        if run.rank == 0 and args.keep:
+            for old in list_checkpoints(args.log_dir)[: -args.keep]:
+                old.unlink()
+
+    log = Log(args, start, run)
+    peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
+    run.print(*describe(args, raw_model, train_loader, val_windows, run))
+    signals = catch_signals()
+    t0 = run.now()
+    for step in range(start, args.max_steps + 1):
+        last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
+        every = (args.val_every, args.sample_every, args.save_every)
+        val_due, sample_due, save_due = (n > 0 and (step % n == 0 or last) for n in every)
+        if val_due or sample_due or save_due:
+            paused = run.now()
+            if val_due:
+                val_loss = validate(raw_model, val_loader, val_windows, run)
+                run.print(f"{counter} | val loss: {val_loss:.4f}")
+                log.record(step, val=f"{val_loss:.4f}")
+            if sample_due and (step > 0 or last):
+                print_samples(raw_model, args, run)
+            if save_due and step > start:
+                save(step)
+            t0 += run.now() - paused  # the clock stands still meanwhile
+        if last:
+            break
+
+        # one optimizer step: the mean gradient of total_batch_size tokens
+        if args.overfit_one_batch:
+            train_loader.reset()
+        optimizer.zero_grad()
+        loss_sum = torch.zeros((), device=run.device)
+        for micro_step in range(grad_accum_steps):
+            x, y = train_loader.next_batch()
+            # DDP then averages gradients over processes once a step, not once a micro-step
+            model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
+            with run.autocast():
+                loss = model(x, y) / grad_accum_steps  # backward sums, the step wants the mean
+            scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+
+        # here alone the host waits for the device: all processes agree whether to update
+        stop = loss_sum.new_tensor(float(len(signals)))
+        loss, norm, stop = run.mean(torch.stack((loss_sum, norm, stop))).tolist()
+        z_loss, z_norm = z_score(loss_window, loss), z_score(norm_window, norm)
+        outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
+        lr = get_lr(step, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        update = math.isfinite(loss + norm) and not outlier
+        if update:
+            scaler.step(optimizer)
+        scaler.update()
+        dt, t0 = time.perf_counter() - t0, time.perf_counter()
+
+        tok_per_sec, ms = args.total_batch_size / dt, f"{1000 * dt:.2f}"
+        log.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
+        z = [f" ({z:+.2f}z)" if skipping else "" for z in (z_loss, z_norm)]
+        line = f"{counter} | loss: {loss:.6f}{z[0]} | lr {lr:.4e} | norm: {norm:.4f}{z[1]}"
+        line += f" | dt: {ms}ms | tok/sec: {tok_per_sec:.0f}"
+        line += "" if math.isnan(peak) else f" | mfu: {100 * tok_per_sec / peak:.1f}%"
+        run.print(line if update else f"{line} | update skipped")
+        if step == start + 10:
+            minutes = round((args.max_steps - step) * dt / 60)
+            run.print(f"{minutes // 60} h {minutes % 60} min to go, evaluation apart")
+        if stop:
+            save(step + 1)
+            return 128 + signals[0] if signals else 0
+
+    unit = "byte" if config.tokenizer == "bytes" else "token"
+    checkpoints = list_checkpoints(args.log_dir)
+    run.print(f"done: log in {args.log_dir}/log.txt")
+    if val_loss is not None:
+        run.print(f"val loss: {val_loss:.4f} nats per {unit}")
+    if checkpoints:
+        run.print(f"next: python train_gpt2.py --sample --init_from {checkpoints[-1]}")
+    return 0
+
+
+# -----------------------------------------------------------------------------
+# command line
+
+# --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
+QUICKSTART = {
+    "data_dir": "pydocs", "log_dir": "log/quickstart", "overwrite": True, "model": "tiny",
+    "seq_len": 128, "total_batch_size": 2048, "max_steps": 1500, "warmup_steps": 50,
+    "max_lr": 3e-3, "val_every": 250, "sample_every": 500, "prompt": "Return ",
+}  # fmt: skip
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Return the flags. Raises ValueError for one that is unknown or has an impossible value."""
+    parser = argparse.ArgumentParser(usage="python train_gpt2.py [flags]", allow_abbrev=False)
+    parser.error = lambda message: require(False, f"{message}; --help lists the flags")
+    flags, d = parser.add_argument_group("flags"), "(default: %(default)s)"
+    add, on_off = flags.add_argument, {"action": argparse.BooleanOptionalAction}
+    add("--data_dir", default="edu_fineweb10B", help=f"folder of shards {d}")
+    add("--log_dir", default="log", help=f"folder for log.txt and checkpoints {d}")
+    add("--model", default="d12", help=f"{', '.join(SIZES)} {d}")
+    add("--init_from", default="scratch", help=f"scratch, or a checkpoint {d}")
+    add("--batch_size", default="auto", help=f"B: sequences per GPU and micro-step {d}")
+    add("--seq_len", type=int, help="T: tokens of a sequence (default: all that the model can see)")
+    add("--total_batch_size", type=int, default=2**19, help=f"tokens per step, on all GPUs {d}")
+    length = flags.add_mutually_exclusive_group()
+    length.add_argument("--max_steps", type=int, help="optimizer steps (default: 19073)")
+    length.add_argument("--epochs", type=float, help="sets max_steps from the data instead")
+    add("--warmup_steps", type=int, help="(default: 715, or the same share of a shorter run)")
+    add("--max_lr", type=float, help="peak learning rate (default: GPT-3's for the size)")
+    add("--min_lr", type=float, help="where the schedule ends (default: a tenth of max_lr)")
+    add("--schedule", default="cosine", choices=("cosine", "linear", "constant", "wsd"), help=d)
+    add("--weight_decay", type=float, default=0.1, help=f"of matrices and embeddings {d}")
+    add("--grad_clip", type=float, default=1.0, help=f"largest gradient norm, 0: any {d}")
+    add("--seed", type=int, default=1337, help=d)
+    add("--shuffle", default=True, help="a new order of the data every epoch", **on_off)
+    add("--device", default="auto", help=f"cuda, mps or cpu {d}")
+    dtypes = ("auto", "bfloat16", "float16", "tf32", "float32")
+    add("--dtype", default="auto", choices=dtypes, help=f"of the matrix products {d}")
+    add("--compile", help="(default: on for CUDA)", **on_off)
+    add("--recompute", default=False, help="activations twice, to save their memory", **on_off)
+    add("--val_every", type=int, default=250, help=f"steps, 0: never {d}")
+    add("--val_tokens", type=int, default=20 * 2**19, help=f"of the val split {d}")
+    add("--sample_every", type=int, default=250, help=f"steps, 0: never {d}")
+    add("--save_every", type=int, default=5000, help=f"steps, 0: never {d}")
+    add("--keep", type=int, default=0, help=f"keep the newest checkpoints only, 0: all {d}")
+    add("--resume", default=False, help="go on from log_dir's newest checkpoint, if any", **on_off)
+    add("--overwrite", default=False, help="delete the run in log_dir", **on_off)
+    add("--overfit_one_batch", action="store_true", help="the first one, for debugging")
+    add("--skip_loss_z", type=float, default=0, help=f"skip losses so many deviations up {d}")
+    add("--skip_grad_z", type=float, default=0, help=f"the same for the gradient norm {d}")
+    add("--quickstart", action="store_true", help="a small GPT on Python's documentation, offline")
+    add(
+        "--sample", action="store_true", help="print what the model of --init_from writes, and exit"
+    )
+    add("--prompt", default="Hello, I'm a language model,", help=d)
+    add("--num_samples", type=int, default=4, help=d)
+    add("--max_new_tokens", type=int, default=64, help=d)
+    add("--temperature", type=float, default=1.0, help=f"0: always the likeliest token {d}")
+    add("--top_k", type=int, default=50, help=f"draw from so many, 0: all {d}")
+    if "--quickstart" in argv:
+        parser.set_defaults(**QUICKSTART)
+    args = parser.parse_args(argv)
+    if args.batch_size != "auto":
+        require(args.batch_size.isdecimal(), f"batch_size {args.batch_size}: a number, or auto")
+        args.batch_size = int(args.batch_size)
+    for flag, value in vars(args).items():
+        least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
+        valid = value is None or isinstance(value, str) or value >= least
+        require(valid, f"{flag} is {value}, expected at least {least}")
+    args.overwrite &= not (args.quickstart and args.resume)
+    require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
+    return args
+
+
+def build_quickstart_data(args: argparse.Namespace, run: Run) -> None:
+    """Write the quickstart's shards, unless they are there or the data is to be another."""
+    if run.rank == 0 and args.data_dir == QUICKSTART["data_dir"]:
+        import fineweb
+
+        if not (Path(args.data_dir) / "meta.json").exists():
+            fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
+    run.mean(torch.zeros((), device=run.device))  # the other processes wait
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line that the top of this file shows."""
+    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        run = setup_run(args)
+        if args.quickstart:
+            build_quickstart_data(args, run)
+        status = sample(args, run) if args.sample else train(args, run)
+    except ValueError as error:  # what the user can put right, in one line
+        status = 2
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_gpt2.py: {error}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()
