@@ -1,0 +1,98 @@
+"""What the tests share: the data folder, tiny shards, and a way to run the trainer in-process."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+import train_gpt2
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data"))
+
+# 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
+TINY = (2, 2, 32, 16, 1e-2)
+FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
+FLAGS += ["--sample_every", "0", "--max_new_tokens", "8"]
+
+
+@pytest.fixture(autouse=True)
+def tiny_model(monkeypatch):
+    """Add the size `test` to the table for the length of a test, and keep its arithmetic simple."""
+    monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # training keeps the signals it took
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Return a folder of byte-level shards: English-like text in 3 train shards and 1 val shard."""
+    return write_shards(tmp_path / "data")
+
+
+def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
+    """Write shards of repeating words, so that a model has something to learn."""
+    folder.mkdir(parents=True)
+    rng = np.random.RandomState(0)
+    words = [b"the ", b"model ", b"reads ", b"and ", b"writes ", b"tokens ", b"again "]
+    for i, size in enumerate((val, *sizes)):
+        text = b"".join(words[j] for j in rng.randint(0, len(words), size))[:size]
+        split = "val" if i == 0 else "train"
+        np.save(
+            folder / f"test_{split}_{i:06d}.npy", np.frombuffer(text, np.uint8).astype(np.uint16)
+        )
+    (folder / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}')
+    return folder
+
+
+def run_main(*argv) -> int:
+    """Run the command line in this process and return its exit status."""
+    with pytest.raises(SystemExit) as exit_info:
+        train_gpt2.main([str(arg) for arg in argv])
+    return exit_info.value.code
+
+
+def read_log(log_dir) -> dict[str, dict[int, float]]:
+    """Return log.txt as {stream: {step: value}}, times left out: they differ between runs."""
+    streams: dict[str, dict[int, float]] = {}
+    for line in (Path(log_dir) / "log.txt").read_text().splitlines():
+        step, stream, value = line.split()
+        if stream != "dt":
+            streams.setdefault(stream, {})[int(step)] = float(value)
+    return streams
+
+
+def break_loss(change, active=True) -> None:
+    """Pass what torch's cross entropy returns through change(n, loss), n counting training calls."""
+    right, calls = F.cross_entropy, iter(range(10**9))
+
+    def cross_entropy(*args, **kwargs):
+        loss = right(*args, **kwargs)
+        return change(next(calls), loss) if active and torch.is_grad_enabled() else loss
+
+    F.cross_entropy = cross_entropy
+
+
+def start_script(argv, processes=1, **broken) -> subprocess.Popen:
+    """Start the trainer with the size `test`, alone or under torchrun; broken: see run_tiny.py."""
+    script = [str(Path(__file__).parent / "run_tiny.py"), *(str(arg) for arg in argv)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [sys.executable, *(launcher if processes > 1 else []), *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **broken}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)  # fmt: skip
+
+
+def run_script(argv, processes=1, **broken) -> tuple[int, str, str]:
+    """Run the trainer as start_script does and return status, stdout and stderr."""
+    process = start_script(argv, processes, **broken)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err

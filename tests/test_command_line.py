@@ -1,0 +1,184 @@
+"""The command line: one clear line and status 2 for what a user can put right, and true help."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import FLAGS, ROOT, run_main, run_script, write_shards
+
+import train_gpt2
+
+
+def bad_token(folder):
+    path = folder / "test_train_000001.npy"
+    tokens = np.load(path)
+    tokens[-1] = 300
+    np.save(path, tokens)
+
+
+def empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def truncate(folder):
+    path = folder / "test_train_000001.npy"
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def wrong_magic(folder):
+    header = np.zeros(256, np.int32)
+    header[0] = 1
+    (folder / "test_train_000009.bin").write_bytes(header.tobytes())
+
+
+def no_val(folder):
+    (folder / "test_val_000000.npy").unlink()
+
+
+def bad_meta(folder):
+    (folder / "meta.json").write_text("{")
+
+
+def used_log_dir(folder):
+    (folder.parent / "log").mkdir()
+    (folder.parent / "log/log.txt").write_text("0 train 5.0\n")
+
+
+BAD = {
+    "no data folder": (None, ["--data_dir", "nowhere"], "nowhere.*python fineweb.py.*--quickstart"),
+    "empty folder": (empty, [], "no file .*train.*python fineweb.py.*--quickstart"),
+    "no val shards": (no_val, [], "no file .*val"),
+    "truncated .npy": (truncate, [], "test_train_000001.npy is damaged"),
+    "wrong magic": (wrong_magic, [], r"test_train_000009.bin .*\[1, 0, 0\], expected \[20240520, 1"),
+    "token beyond the vocabulary": (bad_token, ["--max_steps", 9], "test_train_000001.npy.*300"),
+    "broken meta.json": (bad_meta, [], "meta.json"),
+    "indivisible batch": (None, ["--batch_size", 3], r"3 .*16 sequences.*\[1, 2, 4, 8, 16\]"),
+    "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple.* 96 is"),
+    "unknown model": (None, ["--model", "d13"], "d13 .*d12"),
+    "T longer than the model's": (None, ["--seq_len", 17], "17 .*16 tokens"),
+    "used log_dir": (used_log_dir, [], "--resume .*--overwrite"),
+    "both of them": (None, ["--resume", "--overwrite"], "not both"),
+    "warmup longer than the run": (None, ["--max_steps", 5, "--warmup_steps", 6], "warmup_steps 6 .*5"),
+    "unknown flag": (None, ["--batchsize", 3], "batchsize"),
+    "unknown schedule": (None, ["--schedule", "cosin"], "cosin"),
+    "no number": (None, ["--batch_size", "many"], "batch_size many"),
+    "zero": (None, ["--seq_len", 0], "seq_len is 0"),
+    "negative": (None, ["--max_steps", -1], "max_steps is -1"),
+    "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "not allowed with"),
+    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is not a whole checkpoint"),
+    "no such device": (None, ["--device", "cuda:7"], "cuda:7 is not here|finds no GPU"),
+    "nonsense device": (None, ["--device", "gpu"], "device gpu"),
+    "sample of nothing": (None, ["--sample"], "--init_from"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatch):
+    """A traceback for a typing error, or a run on other data than was asked for."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_shards(tmp_path / "data")
+    spoil, flags, message = BAD[case]
+    if spoil:
+        spoil(folder)
+    assert run_main("--data_dir", folder, "--log_dir", tmp_path / "log", *FLAGS, *flags) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("train_gpt2.py: "), err
+    assert re.search(message, err), err
+
+
+@pytest.mark.parametrize("flag, value, named", [
+    ("--seed", 7, "seed is 7, was 1337"),
+    ("--seq_len", 8, "seq_len is 8, was 16"),
+    ("--total_batch_size", 512, "total_batch_size is 512, was 256"),
+    ("--model", "tiny", "n_layer is 4, was 2"),
+    ("--no-shuffle", None, "shuffle is False, was True"),
+    ("--data_dir", "other", "data is"),
+])  # fmt: skip
+def test_resume_of_another_run_is_refused_by_name(
+    flag, value, named, tmp_path, capsys, monkeypatch
+):
+    """Two runs spliced into one curve."""
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "data")
+    write_shards(tmp_path / "other", sizes=(500, 600))
+    where = ["--data_dir", "data", "--log_dir", "log", *FLAGS, "--max_steps", 2]
+    assert run_main(*where, "--save_every", 1) == 0
+    more = [flag] if value is None else [flag, value]
+    assert run_main(*where, "--resume", "--seq_len", 16, *more) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and named in err, err
+
+
+def test_under_torchrun_one_process_prints_the_line(tmp_path):
+    """Eight GPUs, eight times the same complaint."""
+    status, _, err = run_script(["--data_dir", tmp_path / "nowhere", *FLAGS], processes=2)
+    assert status != 0 and err.count("no such folder") == 1
+
+
+def test_importing_does_nothing():
+    """An import that trains, prints, downloads or joins a process group."""
+    code = "import sys, train_gpt2, fineweb, torch.distributed as d; assert not d.is_initialized();"
+    code += "assert 'datasets' not in sys.modules and 'transformers' not in sys.modules"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_sample_writes_from_a_checkpoint(tmp_path, capsys):
+    """A model that can be trained but not read."""
+    folder = write_shards(tmp_path / "data")
+    run_main("--data_dir", folder, "--log_dir", tmp_path / "log", *FLAGS, "--max_steps", 2)
+    capsys.readouterr()
+    path = tmp_path / "log/model_00002.pt"
+    flags = ("--sample", "--init_from", path, "--device", "cpu", "--num_samples", 2)
+    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("sample 0: the ") and "sample 1: the " in first
+    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
+    assert capsys.readouterr().out == first, "the same seed, the same text"
+    assert run_main(*flags, "--prompt", "") == 0
+
+
+def test_help_names_every_flag_with_its_default(capsys):
+    """Help that lies, or a flag without a word."""
+    assert run_main("--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for flag, value in vars(train_gpt2.parse_args([])).items():
+        if flag not in ("help",):
+            assert f"--{flag}" in text, flag
+            assert (
+                isinstance(value, bool) or value in (None, "") or f"(default: {value})" in text
+            ), flag
+
+
+def test_quickstart_values_are_flags_and_give_way():
+    """A quickstart key that no flag reads, or one that cannot be changed."""
+    plain = vars(train_gpt2.parse_args([]))
+    assert train_gpt2.QUICKSTART.keys() <= plain.keys()
+    args = train_gpt2.parse_args(["--quickstart", "--max_steps", "3"])
+    assert args.max_steps == 3 and args.model == "tiny" and args.overwrite
+    assert not train_gpt2.parse_args(["--quickstart", "--resume"]).overwrite
+
+
+def test_mfu_counts_the_operations_of_the_causal_half():
+    """An MFU that flatters: the whole square of attention, the embeddings counted twice."""
+    run = train_gpt2.Run(torch.device("cpu"), "bfloat16", True, 0, 8)
+    config = train_gpt2.GPTConfig()
+    assert np.isnan(train_gpt2.peak_tok_per_sec(config, 1024, run)), "an unknown GPU has no MFU"
+    N = 12 * 12 * 768**2 + 50257 * 768
+    flops = 6 * N + 6 * 12 * 768 * 1024
+    assert flops == pytest.approx(798e6, rel=0.01)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_all_dtypes_train_compiled(tmp_path):
+    """A precision that only the CPU tests know."""
+    folder = write_shards(tmp_path / "data")
+    flags = [*FLAGS, "--device", "cuda", "--max_steps", 12, "--val_every", 4, "--sample_every", 4]
+    for dtype in ("bfloat16", "float16", "tf32", "float32"):
+        log_dir = tmp_path / dtype
+        assert run_main("--data_dir", folder, "--log_dir", log_dir, *flags, "--dtype", dtype) == 0
