@@ -182,9 +182,6 @@ class GPT(nn.Module):
         start = cache[0][0].size(2) if cache and cache[0] else 0
         pos = torch.arange(start, start + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):
-            # the residual stream in 16 bits too: half the bytes to move between matrix products
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         for i, block in enumerate(self.transformer.h):
             if self.recompute and torch.is_grad_enabled():
                 x = recompute_in_backward(block, x, use_reentrant=False)
@@ -396,9 +393,10 @@ def fill_schedule(args: argparse.Namespace, windows: int) -> None:
 def z_score(window: list[float], value: float) -> float:
     """Return how many standard deviations value is above the mean of the last 128, it included;
     nan until there were as many, and for a value that is not finite. Source: llm.c."""
+    if not math.isfinite(value):
+        return math.nan
     full = len(window) == 128
-    if math.isfinite(value):
-        window[:] = [*window[-127:], value]
+    window[:] = [*window[-127:], value]
     deviation = float(np.std(window)) if full else 0.0
     return (value - float(np.mean(window))) / deviation if deviation > 0 else math.nan
 
@@ -606,14 +604,15 @@ def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
         run.print(f"sample {i}: {args.prompt}{text}")
 
 
-def sample(args: argparse.Namespace, run: Run) -> None:
-    """Print what the model of --init_from writes."""
+def sample(args: argparse.Namespace, run: Run) -> int:
+    """Print what the model of --init_from writes and return the exit status."""
     require(args.init_from != "scratch", "--sample needs --init_from and a checkpoint")
     checkpoint = load_checkpoint(args.init_from)
     model = GPT(GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
     args.seq_len = args.seq_len or checkpoint["args"]["seq_len"]
     print_samples(model.to(run.device), args, run)
+    return 0
 
 
 # -----------------------------------------------------------------------------
@@ -747,7 +746,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
     # the model: the same seed gives the same weights on every device
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
-    if source:
+    if source and not checkpoint:
         raw_model.load_state_dict(source["model"])
     raw_model.to(run.device)
     if run.compile:
@@ -771,6 +770,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
         check_resume(checkpoint, config, args, train_loader.summary)
         start, val_loss = checkpoint["step"], checkpoint["val_loss"]
         loss_window, norm_window = checkpoint["loss_window"], checkpoint["norm_window"]
+        raw_model.load_state_dict(checkpoint["model"])
         dcp.set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
         if scaler.is_enabled() and checkpoint["scaler"]:
             scaler.load_state_dict(checkpoint["scaler"])
@@ -869,8 +869,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "overwrite": True, "model": "tiny",
-    "seq_len": 128, "total_batch_size": 2048, "max_steps": 1500, "warmup_steps": 50,
-    "max_lr": 3e-3, "val_every": 250, "sample_every": 500, "prompt": "Return ",
+    "seq_len": 96, "total_batch_size": 768, "max_steps": 1600, "warmup_steps": 100, "max_lr": 3e-3,
+    "val_every": 400, "val_tokens": 100000, "sample_every": 800,
+    "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
 

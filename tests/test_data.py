@@ -141,7 +141,7 @@ def test_a_token_beyond_the_vocabulary_is_found_before_its_shard_is_used():
     loader = DataLoaderLite(1, 8, 0, 1, shards, 257, None, CPU)
     for _ in range(4):
         loader.next_batch()  # the first shard is sound
-    with pytest.raises(ValueError, match="s1 .*257"):
+    with pytest.raises(ValueError, match=r"s1 .*257"):
         loader.next_batch()
 
 

@@ -44,7 +44,7 @@ def random_model(config: GPTConfig) -> GPT:
 @pytest.mark.parametrize("size", ["d12", "d24", "d36", "d48"])
 def test_logits_loss_and_gradients_are_those_of_transformers(size):
     """Any change of the architecture: a mask, an epsilon, a GELU, an order of heads, a scale."""
-    n_layer, n_head, n_embd, *_ = SIZES[size]
+    _, n_head, n_embd, *_ = SIZES[size]
     # heads and channels of the real size, layers and vocabulary cut to what a test can afford
     model = random_model(GPTConfig(2, n_head, n_embd, 64, 300, "gpt2", 299))
     theirs = hugging_face(model)
