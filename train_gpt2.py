@@ -869,8 +869,8 @@ def train(args: argparse.Namespace, run: Run) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "overwrite": True, "model": "tiny",
-    "seq_len": 96, "total_batch_size": 768, "max_steps": 1600, "warmup_steps": 100, "max_lr": 3e-3,
-    "val_every": 400, "val_tokens": 100000, "sample_every": 800,
+    "seq_len": 96, "total_batch_size": 768, "max_steps": 1200, "warmup_steps": 100, "max_lr": 3e-3,
+    "val_every": 400, "val_tokens": 50000, "sample_every": 600,
     "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 

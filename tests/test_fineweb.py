@@ -28,6 +28,7 @@ import fineweb  # noqa: E402
 needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason=f"needs GPT-2's BPE: {DATA}/tiktoken_cache"
 )
+exact = settings(deadline=None, derandomize=True, database=None)
 TEXT = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
 
 
@@ -43,7 +44,7 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 def random_texts(number: int, longest: int, seed: int = 0) -> list[str]:
     """Documents of 0 to `longest` characters in words, the last of the longest length."""
     rng = random.Random(seed)
-    words = "the cat sat on mat. <|endoftext|> déjà\nvu  twice 漢字 12".split(" ")
+    words = ["the", "cat", "sat.", "<|endoftext|>", "déjà\nvu", "", "漢字", "12"]
     lengths = [rng.randrange(longest + 1) for _ in range(number - 1)] + [longest]
     return [" ".join(rng.choices(words, k=size // 3 + 1))[:size] for size in lengths]
 
@@ -97,6 +98,10 @@ def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def read_shards(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, content in read_folder(folder).items() if "meta" not in name}
+
+
 def read_split(folder: Path, split: str) -> list[int]:
     """Tokens of a split's shards, one after the other."""
     shards = [np.load(path) for path in sorted(folder.glob(f"*_{split}_*.npy"))]
@@ -113,6 +118,7 @@ def to_tokens(texts: list[str]) -> list[int]:
 # tokens
 
 
+@exact
 @given(st.text())
 def test_bytes_tokenizer_gives_the_bytes_of_any_text(text: str) -> None:
     """The quickstart's loss is counted per byte: a token must be one."""
@@ -129,19 +135,20 @@ def test_unknown_tokenizer_is_a_value_error() -> None:
 
 
 @needs_gpt2
+@exact
 @given(st.text(st.characters(exclude_categories=[]), max_size=50))
 def test_encoding_is_gpt2s_ordinary_encoding(text: str) -> None:
     """Also of lone surrogates, which JSON may hold, and of the text <|endoftext|>."""
-    for text in (text, text + "<|endoftext|>" + text, text + "\ud800"):
-        expected = fineweb.get_tokenizer("gpt2").encode_ordinary(text)
-        begun, goes_on = fineweb.encode([(True, text), (False, text)], "gpt2")
+    for whole in (text, text + "<|endoftext|>" + text, text + "\ud800"):
+        expected = fineweb.get_tokenizer("gpt2").encode_ordinary(whole)
+        begun, goes_on = fineweb.encode([(True, whole), (False, whole)], "gpt2")
         assert begun.dtype == np.uint16
         assert begun.tolist() == [50256, *expected]
         assert goes_on.tolist() == expected
 
 
 @needs_gpt2
-@settings(max_examples=300)
+@settings(exact, max_examples=300)
 @given(st.lists(TEXT, max_size=5), st.integers(1, 40))
 def test_segments_encode_to_the_tokens_of_the_whole(blocks: list[str], chars: int) -> None:
     """A long document is cut; a cut inside one of GPT-2's pieces would change its tokens."""
@@ -165,7 +172,7 @@ def test_a_megabyte_of_blanks_does_not_overflow_the_tokenizer() -> None:
 # shards
 
 
-@settings(max_examples=60, deadline=None)
+@settings(exact, max_examples=60)
 @given(data=st.data())
 def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) -> None:
     """Documents of 0 to 5 shards, each after its end-of-text token; nothing lost at any edge."""
@@ -173,7 +180,9 @@ def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) 
     lengths = st.one_of(st.integers(0, 5 * shard_size), st.sampled_from([0, shard_size - 1]))
     texts = [
         c * n
-        for c, n in data.draw(st.lists(st.tuples(st.sampled_from("abc"), lengths), min_size=2))
+        for c, n in data.draw(
+            st.lists(st.tuples(st.sampled_from("abc"), lengths), min_size=2, max_size=6)
+        )
     ]
     expected = to_tokens(texts)
     val_tokens = data.draw(st.integers(0, len(expected) - 1), "val_tokens")
@@ -187,7 +196,7 @@ def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) 
     assert set(sizes[:-1]) <= {shard_size} and 0 < sizes[-1] <= shard_size
 
 
-@settings(max_examples=40, deadline=None)
+@settings(exact, max_examples=40)
 @given(data=st.data())
 def test_a_share_of_whole_documents_is_validation(data, tmp_path_factory) -> None:
     """Both splits are of whole documents, in order, and together they are all of them."""
@@ -220,12 +229,14 @@ def test_a_corpus_smaller_than_a_shard_gives_both_splits(name: str, tmp_path: Pa
 
 def test_max_tokens_ends_exactly_there(tmp_path: Path) -> None:
     """A token budget is a budget, and validation still gets a part of it."""
-    texts = random_texts(50, 100)
+    texts = random_texts(90, 100)
     files = write_jsonl(tmp_path / "docs.jsonl", texts)
     build(files, tmp_path / "out", "--max_tokens", 1000, "--shard_size", 300, "--val_share", 1)
     tokens = to_tokens(texts)[:1000]
     assert read_split(tmp_path / "out", "val") == tokens[:100]
     assert read_split(tmp_path / "out", "train") == tokens[100:]
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["progress"]["documents"] == tokens.count(256)
 
 
 def test_bin_shards_are_llm_cs(tmp_path: Path) -> None:
@@ -252,13 +263,6 @@ def test_npy_shards_are_numpys_own_bytes(tmp_path: Path) -> None:
 def test_workers_do_not_change_a_byte(tmp_path: Path) -> None:
     """The shards depend on documents and options alone; every file is compared, meta.json too."""
     files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 1500))
-    runs = [
-        start("--files", files, "--out", tmp_path / f"out{n}", "--workers", n)
-        if n > 1
-        else start("--files", files, "--out", tmp_path / "out1", "--workers", 1)
-        for n in ()
-    ]
-    assert not runs
     for workers in (1, 2, 4):
         options = ["--tokenizer", "bytes", "--shard_size", 300_000, "--workers", workers]
         process = start("--files", files, "--out", tmp_path / f"out{workers}", *options)
@@ -286,17 +290,11 @@ def test_every_format_gives_the_same_shards(tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl.zst").write_bytes(packed)
     table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
     parquet.write_table(table, tmp_path / "docs.parquet", row_group_size=70)
-    for path in list(tmp_path.glob("docs.*")):
+    expected = read_shards(build(plain, tmp_path / "plain", "--shard_size", 5000))
+    assert len(expected) > 3
+    for path in tmp_path.glob("docs.*"):
         out = build(path, tmp_path / path.name.replace(".", "_"), "--shard_size", 5000)
-        assert read_split(out, "train")
-        shards = {k: v for k, v in read_folder(out).items() if k.endswith("npy")}
-        assert shards == {
-            k: v
-            for k, v in read_folder(
-                build(plain, tmp_path / "docs_jsonl", "--shard_size", 5000)
-            ).items()
-            if k.endswith("npy")
-        }
+        assert read_shards(out) == expected, path.name
 
 
 def test_txt_files_are_a_document_each_with_their_line_ends(tmp_path: Path) -> None:
@@ -361,6 +359,17 @@ def test_an_interrupted_stream_goes_on_inside_a_file(batches, hub_folder, tmp_pa
     assert read_folder(tmp_path / "parts") == read_folder(tmp_path / "whole")
 
 
+def test_without_a_network_it_says_what_to_do(tmp_path: Path, capsys) -> None:
+    """Status 1, one line, and no folder that looks like data."""
+    pytest.importorskip("datasets")
+    with pytest.raises(SystemExit) as exit_info:
+        fineweb.main(["--out", str(tmp_path / "out"), "--tokenizer", "bytes"])
+    errors = capsys.readouterr().err
+    assert exit_info.value.code == 1 and errors.count("\n") == 1
+    assert all(word in errors for word in ("HF_ENDPOINT", "HF_HOME", "--files"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_hub_parts_are_slices_of_the_files(hub_folder, tmp_path, capsys) -> None:
     """Three machines take a file each; a fourth has nothing to take."""
     for k in (1, 2, 3):
@@ -376,8 +385,8 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path: Path) -> None:
     """The quickstart's data: about 2 MB, whole documents, no long paragraph in both splits."""
     fineweb.main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
     val, train = (
-        bytes(t if t < 256 else 0 for t in read_split(tmp_path / "out", split)).decode()
-        for split in ("val", "train")
+        bytes(token % 256 for token in read_split(tmp_path / "out", split)).decode()
+        for split in ("val", "train")  # <|endoftext|>, 256, becomes a NUL
     )
     assert len(train) > 10**6 and 0.05 < len(val) / len(train) < 0.15
     assert val[0] == train[0] == "\0"
@@ -394,7 +403,7 @@ def test_importing_does_nothing_and_is_cheap() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     loaded = set(done.stdout.split())
     assert not loaded & {"datasets", "pyarrow", "tqdm", "multiprocessing", "zstandard", "torch"}
-    assert "tiktoken_ext" not in loaded
+    assert "tiktoken_ext.openai_public" not in loaded
 
 
 # --------------------------------------------------------------------------------------------------
@@ -404,14 +413,14 @@ def test_importing_does_nothing_and_is_cheap() -> None:
 def test_killed_at_20_random_moments_it_ends_byte_for_byte_the_same(tmp_path: Path) -> None:
     """SIGKILL gives no chance to clean up: whatever is on the disk must be enough to go on."""
     files = write_jsonl(tmp_path / "docs.jsonl", random_texts(2500, 4000))
-    options = ["--tokenizer", "bytes", "--shard_size", 20_000, "--val_share", 0.3]
+    options = ["--tokenizer", "bytes", "--shard_size", 40_000, "--val_share", 0.3]
     whole = build(files, tmp_path / "whole", *options[2:])
     rng, out, kills, finished = random.Random(1), tmp_path / "killed0", 0, 0
     while kills < 20:
         workers = rng.choice([1, 1, 2])
         process = start("--files", files, "--out", out, "--workers", workers, *options)
         try:
-            status = process.wait(rng.uniform(0.1, 0.7) + 0.3 * (workers - 1))
+            status = process.wait(rng.uniform(0.2, 0.5) + 0.3 * (workers - 1))
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
@@ -423,9 +432,8 @@ def test_killed_at_20_random_moments_it_ends_byte_for_byte_the_same(tmp_path: Pa
             out = tmp_path / f"killed{finished}"
     process = start("--files", files, "--out", out, *options)
     assert process.wait(60) == 0, process.stderr.read()
-    expected, found = read_folder(whole), read_folder(out)
-    assert len(expected) > 50
-    assert {k: v for k, v in found.items() if not k.endswith(".lock")} == expected
+    assert len(read_folder(whole)) > 50
+    assert read_folder(out) == read_folder(whole)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
@@ -470,15 +478,15 @@ def test_a_kill_between_listing_and_renaming_is_repaired(tmp_path: Path) -> None
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_with_one_line_and_its_status(signum: int, tmp_path: Path) -> None:
     """128 + signal, and the line says how to go on; so it does."""
-    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 6000))
-    options = ["--shard_size", 50_000, "--tokenizer", "bytes"]
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(1500, 3000))
+    options = ["--shard_size", 20_000, "--tokenizer", "bytes"]
     out = tmp_path / "out"
     process = start(
         "--files", files, "--out", out, "--workers", 2, *options, start_new_session=True
     )
     wait_for_shards(out, 5)
     os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
-    printed, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + signum, errors
     assert errors.strip().count("\n") == 0 and "same command" in errors
     build(files, out, *options[:2])
@@ -496,7 +504,7 @@ def wait_for_shards(folder: Path, number: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     """Orphans would hold memory for ever, on a machine that kills and restarts."""
-    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 6000))
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 3000))
     options = ["--shard_size", 20_000, "--tokenizer", "bytes", "--workers", 2]
     process = start("--files", files, "--out", tmp_path / "out", *options)
     wait_for_shards(tmp_path / "out", 3)
@@ -508,6 +516,19 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     while any(is_running(child) for child in children):
         assert time.monotonic() < end, "a worker outlived its parent"
         time.sleep(0.05)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
+def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    """The system kills a process when memory is short: waiting for it for ever is no answer."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 3000))
+    options = ["--shard_size", 20_000, "--tokenizer", "bytes", "--workers", 2]
+    process = start("--files", files, "--out", tmp_path / "out", *options)
+    wait_for_shards(tmp_path / "out", 3)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and errors.count("\n") == 1, errors
 
 
 def is_running(pid: str) -> bool:
