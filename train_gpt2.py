@@ -466,6 +466,9 @@ def setup_run(args: argparse.Namespace) -> Run:
     dtype = half if capability >= (7, 0) else "float32"
     dtype = dtype if args.dtype == "auto" else args.dtype
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    # torch's cache of compiled graphs leaves autocast's dtype out of its key (seen with 2.11): a
+    # bfloat16 run after a float16 one would get that one's graph, and learn nothing
+    torch.compiler.config.cache_key_tag = dtype
     compiled = capability >= (7, 0) and find_spec("triton") is not None
     compiled = compiled if args.compile is None else args.compile
     return Run(device, dtype, compiled, rank, world_size)
@@ -869,8 +872,8 @@ def train(args: argparse.Namespace, run: Run) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "overwrite": True, "model": "tiny",
-    "seq_len": 96, "total_batch_size": 768, "max_steps": 1200, "warmup_steps": 100, "max_lr": 3e-3,
-    "val_every": 400, "val_tokens": 50000, "sample_every": 600,
+    "seq_len": 96, "total_batch_size": 768, "max_steps": 1600, "warmup_steps": 100, "max_lr": 3e-3,
+    "val_every": 400, "val_tokens": 50000, "sample_every": 800,
     "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
