@@ -8,8 +8,8 @@ Train GPT-2 from nothing, in one file that reads from top to bottom.
     python train_gpt2.py --sample --init_from log/model_19073.pt  what a trained model writes
     python train_gpt2.py --help                                   every flag
 
-In the order of a lecture: the model, generation, data, optimizer schedules, runtime, checkpoints,
-evaluation, log, training, command line.
+In the order of a lecture: the model, generation, data, schedules, runtime, checkpoints, evaluation,
+log, training, command line.
 
 Shapes are written (B, T, C): B sequences of T tokens with C channels; V is the vocabulary, nh the
 number of heads, hs the size of one. A flag, its variable and its key in a checkpoint share a name.
@@ -18,19 +18,21 @@ the hyperparameters, build-nanogpt and llm.c for the file formats.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
-import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -46,28 +48,21 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 # the model
 
 # name: (layers, heads, channels, context in tokens, peak learning rate). GPT-2's sizes as llm.c has
-# them, GPT-3's and the learning rates from table 2.1 of its paper, each GPT-2 with the learning
-# rate of the GPT-3 nearest in parameters.
+# them, on the left (from d60 on not OpenAI's); GPT-3's, on the right, and all learning rates from
+# table 2.1 of its paper, but for two of its misprints: 2048 channels make 16 heads of 128, not 24,
+# and 128 does not divide the 5140 channels of its 13B.
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),
-    "d6": (6, 6, 384, 1024, 6e-4),
-    "d12": (12, 12, 768, 1024, 6e-4),  # GPT-2, 124M parameters
-    "d24": (24, 16, 1024, 1024, 3e-4),  # GPT-2 medium, 355M
-    "d36": (36, 20, 1280, 1024, 2.5e-4),  # GPT-2 large, 774M
-    "d48": (48, 25, 1600, 1024, 2e-4),  # GPT-2 XL, 1558M
-    "d60": (60, 30, 1920, 1024, 1.6e-4),  # 2.8B, from here on not OpenAI's
-    "d72": (72, 30, 2880, 1024, 1.2e-4),  # 7.3B
-    "d84": (84, 36, 3456, 1024, 1e-4),  # 12.2B
-    "gpt3:c384": (6, 6, 384, 2048, 6e-4),  # 31M, not in the paper
-    "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # Small, 125M
-    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # Medium, 356M
-    "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # Large, 760M
-    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # XL, 1.3B: the paper's 24 heads of 128 are not 2048
-    "gpt3:c2560": (32, 32, 2560, 2048, 1.6e-4),  # 2.7B
-    "gpt3:c4096": (32, 32, 4096, 2048, 1.2e-4),  # 6.7B
-    "gpt3:c5120": (40, 40, 5120, 2048, 1e-4),  # 13B: 5140 in the paper, which 128 does not divide
+    "d6": (6, 6, 384, 1024, 6e-4),        "gpt3:c384": (6, 6, 384, 2048, 6e-4),
+    "d12": (12, 12, 768, 1024, 6e-4),     "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 124M
+    "d24": (24, 16, 1024, 1024, 3e-4),    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # 355M
+    "d36": (36, 20, 1280, 1024, 2.5e-4),  "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # 774, 760M
+    "d48": (48, 25, 1600, 1024, 2e-4),    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # 1.6B, 1.3B
+    "d60": (60, 30, 1920, 1024, 1.6e-4),  "gpt3:c2560": (32, 32, 2560, 2048, 1.6e-4),  # 2.8B, 2.7B
+    "d72": (72, 30, 2880, 1024, 1.2e-4),  "gpt3:c4096": (32, 32, 4096, 2048, 1.2e-4),  # 7.3B, 6.7B
+    "d84": (84, 36, 3456, 1024, 1e-4),    "gpt3:c5120": (40, 40, 5120, 2048, 1e-4),  # 12.2B, 13B
     "gpt3:c12288": (96, 96, 12288, 2048, 0.6e-4),  # 175B
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -95,18 +90,18 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.c_attn(x).split(C, dim=2)
-        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, nh, T, hs)
-        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
-        if cache:  # [k, v] of the tokens before these
+        qkv = self.c_attn(x).split(C, dim=2)  # three of (B, T, C), then of (B, nh, T, hs)
+        q, k, v = [t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in qkv]
+        if cache:  # k and v of the tokens before these
             k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
         if cache is not None:
             cache[:] = k, v
-        # is_causal lines the first query up with the first key. That is a whole sequence; one token
-        # after others sees them all and takes no mask
-        assert T in (1, k.size(2)), "a cache takes a whole prompt, then one token at a time"
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=k.size(2) == T)
+        # is_causal lines the first query up with the first key, right for a whole sequence alone:
+        # after S - T cached keys, query i sees S - T + i + 1 of them. One alone sees all
+        S, mask = k.size(2), None
+        if 1 < T < S:
+            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.c_proj(y)
 
@@ -146,10 +141,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = recompute  # blocks run again in the backward pass, nothing of them is kept
-        C, V = (
-            config.n_embd,
-            math.ceil(config.vocab_size / 128) * 128,
-        )  # 50257 -> 50304: GEMMs like it
+        C = config.n_embd
+        V = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: matrix units like it
         modules = {
             "wte": nn.Embedding(V, C),
             "wpe": nn.Embedding(config.block_size, C),
@@ -173,12 +166,13 @@ class GPT(nn.Module):
             # 2 n_layer of these add to the residual stream; scaled, their sum does not grow with it
             module.c_proj.weight.data *= (2 * self.config.n_layer) ** -0.5
 
-    def forward(self, idx: Tensor, targets=None, reduction="mean", cache=None) -> Tensor:
+    def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None) -> Tensor:
         """Return float32 logits (B, T, V) of the next token, without padding, for idx (B, T) int64.
         With targets (B, T) int64 return the cross entropy instead, in nats: its mean, or (B, T)
         with reduction="none". A target of -1 counts for nothing.
         A cache, at first an empty list for each layer, collects keys and values, (B, nh, T, hs)
-        each; idx then continues the tokens that it has seen."""
+        each; idx then continues the tokens that it has seen.
+        With positions (N,) int64 of the B * T, logits (N, V) and targets (N,) are theirs alone."""
         start = cache[0][0].size(2) if cache and cache[0] else 0
         pos = torch.arange(start, start + idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
@@ -188,13 +182,15 @@ class GPT(nn.Module):
             else:
                 x = block(x, cache[i] if cache else None)
         x = self.transformer.ln_f(x)
+        if positions is not None:
+            x = x.flatten(0, 1)[positions]  # (N, C)
         # the padding's columns end here, no loss and no probability sees them. Compiled, to mask
         # costs nothing, while to cut them off makes rows unaligned: 6% of all time on an H100
         logits, V = self.lm_head(x).float(), self.config.vocab_size
         if targets is None:
             return logits[..., :V]
         padding = torch.arange(logits.size(-1), device=x.device) >= V
-        logits, flat = logits.masked_fill(padding, -math.inf).flatten(0, 1), targets.flatten()
+        logits, flat = logits.masked_fill(padding, -math.inf).flatten(0, -2), targets.flatten()
         loss = F.cross_entropy(logits, flat, ignore_index=-1, reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
@@ -254,22 +250,28 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Make whatever fails a ValueError that names path: the messages of libraries do not."""
+    try:
+        yield
+    except Exception as error:  # each format has errors of its own
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path} is damaged or not what it should be: {reason}") from error
+
+
 def read_meta(data_dir: str) -> dict:
     """Return tokenizer, vocab_size and eot of the folder's meta.json; GPT-2's where it has none."""
-    path = Path(data_dir) / "meta.json"
-    if not path.exists():
-        return {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
-    try:
-        meta = json.loads(path.read_text())
+    path, meta = Path(data_dir) / "meta.json", asdict(GPTConfig())
+    with reading(path):
+        meta = json.loads(path.read_text()) if path.exists() else meta
         return {key: meta[key] for key in ("tokenizer", "vocab_size", "eot")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or not fineweb.py's: {error!r}") from error
 
 
 def read_shard(path: Path) -> np.ndarray:
     """Return a shard's tokens, (n,) uint16, memory-mapped: a .npy file, or a .bin as in llm.c,
     256 int32 (20240520, version 1, n, zeros) before them. Raises ValueError if it is not whole."""
-    try:
+    with reading(path):
         if path.suffix == ".bin":
             header = np.fromfile(path, np.int32, 3).tolist()
             expected = [20240520, 1, (path.stat().st_size - 256 * 4) // 2]  # 2 bytes a token
@@ -279,8 +281,6 @@ def read_shard(path: Path) -> np.ndarray:
         found = f"{tokens.ndim}-D {tokens.dtype}"
         require(found == "1-D uint16", f"{found}, expected 1-D uint16")
         return tokens
-    except (ValueError, EOFError) as error:  # numpy's own do not name the file
-        raise ValueError(f"{path} is damaged or no shard of tokens: {error}") from error
 
 
 def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
@@ -297,8 +297,10 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
 
 
 @lru_cache(maxsize=8)
-def permutation(n: int, *key: int) -> np.ndarray:
-    """Return an order of range(n) that depends on n and key alone, in every version of numpy."""
+def permutation(n: int, *key: int | None) -> np.ndarray:
+    """Return an order of range(n), a function of n and key alone; a seed of None leaves it be."""
+    if key[0] is None:
+        return np.arange(n)
     return np.random.RandomState(key).permutation(n)  # frozen, as numpy's newer generators are not
 
 
@@ -342,20 +344,17 @@ class DataLoaderLite:
     def _window(self, i: int) -> np.ndarray:
         """Return the i-th window of the run, (T + 1,) uint16."""
         epoch, i = divmod(i, self.windows)
-        order = self._order(len(self.shards), epoch)
+        order = permutation(len(self.shards), self.seed, epoch)
         ends = self.counts[order].cumsum()
         place = int(np.searchsorted(ends, i, side="right"))
         shard = int(order[place])
         tokens, count = self.shards[shard], int(self.counts[shard])
-        start = int(self._order(count, epoch, shard)[i - ends[place]]) * self.T  # from its end
+        start = int(permutation(count, self.seed, epoch, shard)[i - ends[place]])  # from its end
         if shard not in self.scanned:  # once, 12 ms per 100M tokens: a GPU would not say which
             largest, what = int(tokens.max()), f"{self.names[shard]} is damaged or mislabelled"
             require(largest < self.vocab_size, f"{what}: token {largest} of {self.vocab_size}")
             self.scanned.add(shard)
-        return tokens[start : start + self.T + 1]
-
-    def _order(self, n: int, *key: int) -> np.ndarray:
-        return np.arange(n) if self.seed is None else permutation(n, self.seed, *key)
+        return tokens[start * self.T : (start + 1) * self.T + 1]
 
 
 # -----------------------------------------------------------------------------
@@ -378,12 +377,12 @@ def get_lr(step: int, args: argparse.Namespace) -> float:
 
 def fill_schedule(args: argparse.Namespace, windows: int) -> None:
     """Set the flags that follow from the model's size and from the windows in an epoch."""
-    max_steps, warmup = 19073, 715  # 10B tokens of 2**19 a step; 375M tokens, as in GPT-3
     if args.epochs is not None:
-        max_steps = max(1, int(args.epochs * windows * args.seq_len / args.total_batch_size))
-    args.max_steps = max_steps if args.max_steps is None else args.max_steps
-    if args.warmup_steps is None:  # a shorter run warms up for the same share of it
-        args.warmup_steps = round(warmup * min(1, args.max_steps / 19073))
+        args.max_steps = max(1, int(args.epochs * windows * args.seq_len / args.total_batch_size))
+    if args.max_steps is None:
+        args.max_steps = 19073  # 10B tokens of 2**19 a step
+    if args.warmup_steps is None:  # 375M tokens, as in GPT-3, or as much of a shorter run
+        args.warmup_steps = round(715 * min(1, args.max_steps / 19073))
     steps = f"max_steps {args.max_steps}"
     require(args.warmup_steps <= args.max_steps, f"warmup_steps {args.warmup_steps} > {steps}")
     args.max_lr = SIZES[args.model][-1] if args.max_lr is None else args.max_lr
@@ -419,11 +418,6 @@ class Run:
         """Return the context in which matrix products run in 16 bits, if dtype says so."""
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
-
-    def eager(self) -> contextlib.AbstractContextManager:
-        """Return the context in which a compiled model runs uncompiled: for shapes seen once."""
-        compiled = self.compile
-        return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all processes, the same bits on each; they wait for each other."""
@@ -476,7 +470,7 @@ def setup_run(args: argparse.Namespace) -> Run:
 
 def fits(model: GPT, B: int, T: int, run: Run) -> bool:
     """Return whether a forward and backward pass of (B, T) fits the GPU of every process."""
-    out_of_memory = torch.zeros((), device=run.device)
+    full = torch.zeros((), device=run.device)
     try:  # in place of what is not there yet: AdamW's two moments, and 5% for all the rest
         spare = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
         total = torch.cuda.get_device_properties(run.device).total_memory  # bytes
@@ -486,32 +480,32 @@ def fits(model: GPT, B: int, T: int, run: Run) -> bool:
             loss = model(tokens, tokens)
         loss.backward()
     except torch.OutOfMemoryError:
-        out_of_memory += 1
+        full += 1
     spare = loss = None
     model.zero_grad()
     torch.cuda.empty_cache()
-    return run.mean(out_of_memory).item() == 0
+    return run.mean(full).item() == 0
 
 
 def choose_batch_size(model: GPT, args: argparse.Namespace, checkpoint: dict, run: Run) -> int:
-    """Return B, the sequences of a process and micro-step; the batch must be made of whole ones."""
+    """Return B, the sequences of a process and micro-step; a step is made of whole micro-steps."""
     T, total, cuda = args.seq_len, args.total_batch_size, run.device.type == "cuda"
     sequences, rest = divmod(total, T * run.world_size)  # of one process, in a step
-    nearest = max(1, sequences) * T * run.world_size
     what = f"seq_len {T} x {run.world_size} processes"
+    nearest = max(1, sequences) * T * run.world_size
     require(rest == 0, f"total_batch_size {total} is no multiple of {what}; {nearest} is")
+    divisors = [B for B in range(1, sequences + 1) if sequences % B == 0]
     if args.batch_size != "auto":
-        divisors = [B for B in range(1, sequences + 1) if sequences % B == 0]
         what = f"{sequences} sequences a step and process; these do: {divisors}"
         require(args.batch_size in divisors, f"batch_size {args.batch_size} does not divide {what}")
         return args.batch_size
     if checkpoint.get("world_size") == run.world_size:  # to go on bit for bit
         return checkpoint["args"]["batch_size"]
-    powers = [2**i for i in range(13, -1, -1) if 2**i <= (64 if cuda else max(1, 8192 // T))]
-    for B in powers:
-        if sequences % B == 0 and (not cuda or fits(model, B, T, run)):
-            return B
-    raise ValueError(f"not one sequence of {T} tokens fits this GPU; --recompute needs less memory")
+    most = 64 if cuda else max(1, 8192 // T)
+    powers = [2**i for i in range(14) if 2**i <= most and 2**i in divisors]
+    found = next((B for B in powers[::-1] if not cuda or fits(model, B, T, run)), 0)
+    require(found > 0, f"no sequence of {T} tokens fits this GPU; --recompute needs less memory")
+    return found
 
 
 # -----------------------------------------------------------------------------
@@ -520,29 +514,33 @@ def choose_batch_size(model: GPT, args: argparse.Namespace, checkpoint: dict, ru
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, however sharded
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that gets its name, in place of an older one, only once it is whole."""
+    with open(path.with_suffix(".tmp"), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())  # on the disk before it gets its name
+    os.replace(path.with_suffix(".tmp"), path)
+
+
 def save_checkpoint(path: Path, model: nn.Module, optimizer, run: Run, **rest) -> None:
-    """Write path, whole or not at all: the same file whatever parallelism and compile. rest is
-    plain numbers, strings, lists and dicts. All processes call this, the first one writes."""
+    """Write path: the same file whatever parallelism and compile. rest is plain numbers, strings,
+    lists and dicts. All processes call this, the first one writes."""
     weights, moments = dcp.get_state_dict(model, optimizer, options=FULL)
     if run.rank == 0:
         del weights["lm_head.weight"]  # it is wte's
-        with open(path.with_suffix(".tmp"), "wb") as file:
+        with replacing(path) as file:
             torch.save({"model": weights, "optimizer": moments, **rest}, file)
-            file.flush()
-            os.fsync(file.fileno())  # on the disk before it gets its name
-        os.replace(path.with_suffix(".tmp"), path)
     run.print(f"saved {path}")
 
 
 def load_checkpoint(path: str | Path) -> dict:
     """Return a checkpoint, its tensors on the CPU. Raises ValueError if path is not a whole one."""
-    try:
+    with reading(path):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
         return checkpoint
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.PickleError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path} is not a whole checkpoint of ours: {reason}") from error
 
 
 def list_checkpoints(log_dir: str) -> list[Path]:
@@ -567,9 +565,8 @@ def find_checkpoint(args: argparse.Namespace, run: Run) -> dict:
 def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, data: str) -> None:
     """Raise ValueError, naming what differs, if checkpoint belongs to another run than this."""
     flags = ("seq_len", "seed", "total_batch_size", "shuffle")
-    there = checkpoint["config"] | {flag: checkpoint["args"][flag] for flag in flags}
     here = asdict(config) | {flag: getattr(args, flag) for flag in flags} | {"data": data}
-    there["data"] = checkpoint["data"]
+    there = checkpoint["args"] | checkpoint["config"] | {"data": checkpoint["data"]}
     differ = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
     require(not differ, f"--resume: {args.log_dir} holds another run: {'; '.join(differ)}")
 
@@ -600,7 +597,7 @@ def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
     tokenizer, eot = get_tokenizer(model.config.tokenizer), model.config.eot
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
     tokens = torch.tensor([prompt] * args.num_samples, device=run.device)
-    with run.eager(), run.autocast():
+    with torch.compiler.set_stance("force_eager"), run.autocast():  # every length seen once
         rows = generate(model, tokens, args)[:, len(prompt) :].tolist()
     for i, row in enumerate(rows):
         text = tokenizer.decode(row[: row.index(eot)] if eot in row else row)
@@ -623,22 +620,14 @@ def sample(args: argparse.Namespace, run: Run) -> int:
 
 # dense peak TFLOP/s by a part of the GPU's name, first match: 16 bits, tf32, float32. Source:
 # NVIDIA's data sheets (matrix units without sparsity, accumulating in float32; float32 without).
+# No tf32 before Ampere.
 PEAK_TFLOPS = {
-    "B200": (2250, 1125, 75),
-    "H200": (989, 494, 67),
-    "H100 PCIe": (756, 378, 51),
-    "H100 NVL": (835, 417, 60),
-    "H100": (989, 494, 67),
-    "A100": (312, 156, 19.5),
-    "L40S": (362, 183, 91.6),
-    "L4": (121, 60, 30.3),
-    "A10G": (70, 35, 31.2),
-    "RTX 5090": (210, 105, 105),
-    "RTX 4090": (165, 83, 82.6),
-    "RTX 3090": (71, 36, 35.6),
-    "V100": (125, 15.7, 15.7),  # no tf32 before Ampere: float32
-    "T4": (65, 8.1, 8.1),
-}
+    "B200": (2250, 1125, 75),      "H200": (989, 494, 67),         "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),    "H100": (989, 494, 67),         "A100": (312, 156, 19.5),
+    "L40S": (362, 183, 91.6),      "L4": (121, 60, 30.3),          "A10G": (70, 35, 31.2),
+    "RTX 5090": (210, 105, 105),   "RTX 4090": (165, 83, 82.6),    "RTX 3090": (71, 36, 35.6),
+    "V100": (125, 15.7, 15.7),     "T4": (65, 8.1, 8.1),
+}  # fmt: skip
 
 
 def peak_tok_per_sec(config: GPTConfig, T: int, run: Run) -> float:
@@ -659,16 +648,17 @@ class Log:
 
     def __init__(self, args: argparse.Namespace, start: int, run: Run):
         """Make log_dir ready: no run that --overwrite deletes, no records from step start on."""
-        self.file, path = None, Path(args.log_dir) / "log.txt"
+        self.file, self.path = None, Path(args.log_dir) / "log.txt"
         if run.rank == 0:
+            path = self.path
             path.parent.mkdir(parents=True, exist_ok=True)
-            old = [*list_checkpoints(args.log_dir)] if args.overwrite else []
-            for torn in [*path.parent.glob("*.tmp"), *old]:
-                torn.unlink()
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            kept = [line for line in lines if line.endswith("\n") and int(line.split()[0]) < start]
-            path.with_suffix(".tmp").write_text("".join(kept))
-            os.replace(path.with_suffix(".tmp"), path)
+            old = list_checkpoints(args.log_dir) if args.overwrite else []
+            for unwanted in [*path.parent.glob("*.tmp"), *old]:
+                unwanted.unlink()
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            with replacing(path) as file:
+                whole = [line for line in lines if line.endswith(b"\n")]
+                file.writelines(line for line in whole if int(line.split()[0]) < start)
             self.file = open(path, "ab", buffering=0)  # noqa: SIM115 unbuffered: whole or not
 
     def record(self, step: int, **values: str) -> None:
@@ -701,26 +691,24 @@ def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tupl
 
 def describe(args: argparse.Namespace, model: GPT, loader, val_windows: int, run: Run) -> list[str]:
     """Return the lines that a run starts with."""
-    T, B, world, context = args.seq_len, args.batch_size, run.world_size, model.config.block_size
-    cpu, cuda = f"CPU, {torch.get_num_threads()} threads", run.device.type == "cuda"
-    device = torch.cuda.get_device_name() if cuda else {"cpu": cpu}.get(run.device.type, "GPU")
-    micro_steps = args.total_batch_size // (B * T * world)
+    B, T, world, context = args.batch_size, args.seq_len, run.world_size, model.config.block_size
+    device = f"{run.device.type.upper()}, {torch.get_num_threads()} threads"
+    device = torch.cuda.get_device_name() if run.device.type == "cuda" else device
     epochs = args.max_steps * args.total_batch_size / (loader.windows * T)
+    val_all = " (all of it)" if val_windows < args.val_tokens // T else ""
     lines = [
         f"device | {world} x {device}, {run.dtype}, compile {'on' if run.compile else 'off'}",
         f"model  | {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters",
-        f"data   | {args.data_dir}: {loader.summary}; validation on {val_windows * T:,}",
+        f"data   | {args.data_dir}: {loader.summary}; validation on {val_windows * T:,}{val_all}",
         f"batch  | {args.total_batch_size:,} tokens = B {B} x T {T} x {world} processes x "
-        f"{micro_steps} micro-steps",
+        f"{args.total_batch_size // (B * T * world)} micro-steps",
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; {args.warmup_steps} of warmup to "
         f"learning rate {args.max_lr:g}, {args.schedule} to {args.min_lr:g}",
     ]
+    if context > T:
+        lines.append(f"warning: T {T} leaves the model's positions {T} to {context - 1} untrained")
     if epochs > 4:
         lines.append(f"warning: {epochs:.1f} epochs; after 4, repeated data teaches little")
-    if context > T:
-        lines.append(f"warning: T {T} leaves positions {T} to {context - 1} untrained")
-    if args.val_every and val_windows < args.val_tokens // T:
-        lines.append("note: the val split has fewer tokens than --val_tokens; all of it is used")
     return lines
 
 
@@ -792,7 +780,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
     log = Log(args, start, run)
     peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
     run.print(*describe(args, raw_model, train_loader, val_windows, run))
-    signals = catch_signals()
+    signals, skipped = catch_signals(), 0
     t0 = run.now()
     for step in range(start, args.max_steps + 1):
         last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
@@ -849,20 +837,20 @@ def train(args: argparse.Namespace, run: Run) -> int:
         line += f" | dt: {ms}ms | tok/sec: {tok_per_sec:.0f}"
         line += "" if math.isnan(peak) else f" | mfu: {100 * tok_per_sec / peak:.1f}%"
         run.print(line if update else f"{line} | update skipped")
+        skipped = 0 if update else skipped + 1
+        if skipped == 100:
+            raise FloatingPointError(f"100 updates skipped in a row: loss {loss}, norm {norm}")
         if step == start + 10:
-            minutes = round((args.max_steps - step) * dt / 60)
-            run.print(f"{minutes // 60} h {minutes % 60} min to go, evaluation apart")
+            left = timedelta(seconds=round((args.max_steps - step) * dt))
+            run.print(f"time to go, evaluation apart: {left}")
         if stop:
             save(step + 1)
             return 128 + signals[0] if signals else 0
 
     unit = "byte" if config.tokenizer == "bytes" else "token"
-    checkpoints = list_checkpoints(args.log_dir)
-    run.print(f"done: log in {args.log_dir}/log.txt")
-    if val_loss is not None:
-        run.print(f"val loss: {val_loss:.4f} nats per {unit}")
-    if checkpoints:
-        run.print(f"next: python train_gpt2.py --sample --init_from {checkpoints[-1]}")
+    run.print(f"done: log in {log.path}; val loss {val_loss or math.nan:.4f} nats per {unit}")
+    for newest in list_checkpoints(args.log_dir)[-1:]:
+        run.print(f"next: python train_gpt2.py --sample --init_from {newest}")
     return 0
 
 
@@ -891,9 +879,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--batch_size", default="auto", help=f"B: sequences per GPU and micro-step {d}")
     add("--seq_len", type=int, help="T: tokens of a sequence (default: all that the model can see)")
     add("--total_batch_size", type=int, default=2**19, help=f"tokens per step, on all GPUs {d}")
-    length = flags.add_mutually_exclusive_group()
-    length.add_argument("--max_steps", type=int, help="optimizer steps (default: 19073)")
-    length.add_argument("--epochs", type=float, help="sets max_steps from the data instead")
+    add("--max_steps", type=int, help="optimizer steps (default: 19073)")
+    add("--epochs", type=float, help="sets max_steps from the data instead")
     add("--warmup_steps", type=int, help="(default: 715, or the same share of a shorter run)")
     add("--max_lr", type=float, help="peak learning rate (default: GPT-3's for the size)")
     add("--min_lr", type=float, help="where the schedule ends (default: a tenth of max_lr)")
@@ -918,9 +905,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--skip_loss_z", type=float, default=0, help=f"skip losses so many deviations up {d}")
     add("--skip_grad_z", type=float, default=0, help=f"the same for the gradient norm {d}")
     add("--quickstart", action="store_true", help="a small GPT on Python's documentation, offline")
-    add(
-        "--sample", action="store_true", help="print what the model of --init_from writes, and exit"
-    )
+    add("--sample", action="store_true", help="print what the model of --init_from writes")
     add("--prompt", default="Hello, I'm a language model,", help=d)
     add("--num_samples", type=int, default=4, help=d)
     add("--max_new_tokens", type=int, default=64, help=d)
@@ -934,21 +919,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         args.batch_size = int(args.batch_size)
     for flag, value in vars(args).items():
         least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
-        valid = value is None or isinstance(value, str) or value >= least
+        valid = isinstance(value, str | None) or value >= least
         require(valid, f"{flag} is {value}, expected at least {least}")
+    require(args.epochs is None or args.max_steps is None, "--epochs or --max_steps, not both")
     args.overwrite &= not (args.quickstart and args.resume)
     require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
     return args
-
-
-def build_quickstart_data(args: argparse.Namespace, run: Run) -> None:
-    """Write the quickstart's shards, unless they are there or the data is to be another."""
-    if run.rank == 0 and args.data_dir == QUICKSTART["data_dir"]:
-        import fineweb
-
-        if not (Path(args.data_dir) / "meta.json").exists():
-            fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-    run.mean(torch.zeros((), device=run.device))  # the other processes wait
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -956,13 +932,22 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         run = setup_run(args)
-        if args.quickstart:
-            build_quickstart_data(args, run)
+        built = (Path(args.data_dir) / "meta.json").exists()
+        if args.quickstart and args.data_dir == QUICKSTART["data_dir"] and not built:
+            import fineweb
+
+            if run.rank == 0:
+                fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
+            run.mean(torch.zeros((), device=run.device))  # the other processes wait
         status = sample(args, run) if args.sample else train(args, run)
-    except ValueError as error:  # what the user can put right, in one line
-        status = 2
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train_gpt2.py: {error}", file=sys.stderr)
+    except (ValueError, ConnectionError) as error:  # what the user can put right, in one line
+        status, line = 2, error
+    except FloatingPointError as error:
+        status, line = 1, error
+    except torch.OutOfMemoryError as error:
+        status, line = 1, f"{error} A smaller --batch_size or --recompute needs less memory."
+    if status in (1, 2) and os.environ.get("RANK", "0") == "0":
+        print(f"train_gpt2.py: {line}", file=sys.stderr)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
