@@ -194,6 +194,14 @@ class GPT(nn.Module):
         loss = F.cross_entropy(logits, flat, ignore_index=-1, reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
+    @classmethod
+    def from_pretrained(cls, source: str | dict) -> "GPT":
+        """Return the model of a name as --init_from takes it, or of what load_source made of it."""
+        source = load_source(source) if isinstance(source, str) else source
+        model = cls(GPTConfig(**source["config"]))
+        model.load_state_dict(source["model"])
+        return model
+
     def configure_optimizers(self, weight_decay: float, learning_rate: float) -> torch.optim.AdamW:
         """Return AdamW with GPT-3's betas and eps. Matrices and embeddings decay, biases and
         LayerNorms do not. Fused, one kernel for many tensors, on CUDA, MPS and CPU alike."""
@@ -257,7 +265,7 @@ def reading(path: Path | str) -> Iterator[None]:
         yield
     except Exception as error:  # each format has errors of its own
         reason = str(error).split("\n")[0]
-        raise ValueError(f"{path} is damaged or not what it should be: {reason}") from error
+        raise ValueError(f"{path} cannot be read: {reason}") from error
 
 
 def read_meta(data_dir: str) -> dict:
@@ -385,7 +393,7 @@ def fill_schedule(args: argparse.Namespace, windows: int) -> None:
         args.warmup_steps = round(715 * min(1, args.max_steps / 19073))
     steps = f"max_steps {args.max_steps}"
     require(args.warmup_steps <= args.max_steps, f"warmup_steps {args.warmup_steps} > {steps}")
-    args.max_lr = SIZES[args.model][-1] if args.max_lr is None else args.max_lr
+    args.max_lr = SIZES.get(args.model, [6e-4])[-1] if args.max_lr is None else args.max_lr
     args.min_lr = 0.1 * args.max_lr if args.min_lr is None else args.min_lr
 
 
@@ -572,6 +580,121 @@ def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, 
 
 
 # -----------------------------------------------------------------------------
+# weights from and to other programs
+
+HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # Hugging Face has these as (in, out)
+
+
+def load_source(name: str) -> dict:
+    """Return config, model (its weights) and args (model, seq_len) of what --init_from names: one
+    of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, or one of our checkpoints."""
+    if not (name in HUGGING_FACE or Path(name).is_dir() or name.endswith(".bin")):
+        return load_checkpoint(name)
+    config, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
+    shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+    size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
+    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    args = {"model": size, "seq_len": config.block_size}
+    return {"config": asdict(config), "model": weights, "args": args}
+
+
+def read_vocabulary(vocab_size: int) -> dict:
+    """Return tokenizer, vocab_size and eot of a model that says no more than its vocabulary."""
+    tokenizer = {50257: "gpt2", 257: "bytes"}.get(vocab_size)
+    require(tokenizer is not None, f"a vocabulary of {vocab_size}, expected GPT-2's 50257")
+    return {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": vocab_size - 1}
+
+
+def load_hf(name: str) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """Return config and weights of a GPT-2 in Hugging Face's format, a folder or on its hub."""
+    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+
+    with reading(name):
+        theirs = AutoConfig.from_pretrained(name)
+        require(theirs.model_type == "gpt2", f"a {theirs.model_type} model, expected gpt2")
+        for key in ("activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_inner",
+                    "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"):  # fmt: skip
+            found, expected = getattr(theirs, key), getattr(GPT2Config(), key)
+            require(found in (expected, 4 * theirs.n_embd), f"{key} {found}, expected {expected}")
+        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        amiss = {what: sorted(names) for what, names in report.items() if names}
+        require(not amiss, f"weights that do not fit: {amiss}")
+        shape = (theirs.n_layer, theirs.n_head, theirs.n_embd, theirs.n_positions)
+        config = GPTConfig(*shape, **read_vocabulary(theirs.vocab_size))
+        weights = {n: p.T if n.endswith(CONV1D) else p for n, p in model.state_dict().items()}
+        wte = weights["transformer.wte.weight"]
+        rows = -len(wte) % 128  # of padding
+        return config, weights | {"transformer.wte.weight": F.pad(wte, (0, 0, 0, rows))}
+
+
+def export_hf(model: GPT, folder: str) -> None:
+    """Write a folder that transformers loads offline: the weights, without padding, as float32,
+    and the tokenizer."""
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    from fineweb import get_tokenizer
+
+    c = model.config
+    sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
+    sizes |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
+    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=c.eot, eos_token_id=c.eot))
+    weights = {n: p.T if n.endswith(CONV1D) else p for n, p in model.state_dict().items()}
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        weights[name] = weights[name][: c.vocab_size]
+    theirs.load_state_dict(weights)
+    theirs.save_pretrained(folder)
+    # byte pairs merge in the order of their tokens; Hugging Face spells a byte as a character
+    tokenizer, spelling = get_tokenizer(c.tokenizer), bytes_to_unicode()
+    ranks = {tokenizer.decode_single_token_bytes(token): token for token in range(c.eot)}
+    pairs = [(t[:i], t[i:]) for t in ranks for i in range(1, len(t))]
+    pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+    merges = [tuple("".join(spelling[b] for b in part) for part in pair) for pair in pairs]
+    vocab = {"".join(spelling[b] for b in token): rank for token, rank in ranks.items()}
+    GPT2Tokenizer({**vocab, "<|endoftext|>": c.eot}, merges).save_pretrained(folder)
+
+
+def list_llmc(model: GPT) -> list[str]:
+    """Return the parameters' names in llm.c's order: a kind for all layers before the next."""
+    kinds = [name for name, _ in model.transformer.h[0].named_parameters()]
+    blocks = [f"h.{layer}.{kind}" for kind in kinds for layer in range(model.config.n_layer)]
+    names = ("wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias")
+    return [f"transformer.{name}" for name in names]
+
+
+def load_llmc(path: str) -> tuple[GPTConfig, dict[str, Tensor]]:
+    """Return config and weights, as float32, of a model .bin: 256 int32, then the numbers."""
+    with reading(path):
+        header = np.fromfile(path, np.int32, 256).tolist()
+        magic, version, T, V, L, nh, C, Vp = header[:8]
+        found = f"magic {magic}, version {version}"
+        require(magic == 20240326 and version in (3, 5), f"{found}, expected 20240326, 3 or 5")
+        config = GPTConfig(L, nh, C, T, **read_vocabulary(V))
+        with torch.device("meta"):
+            model = GPT(config)
+        shapes = {name: p.shape for name, p in model.state_dict().items()}
+        require(shapes["transformer.wte.weight"][0] == Vp, f"a vocabulary padded to {Vp}")
+        bits, dtype = (np.int32, torch.float32) if version == 3 else (np.int16, torch.bfloat16)
+        numbers = torch.from_numpy(np.fromfile(path, bits, offset=256 * 4)).view(dtype).float()
+        names = list_llmc(model)
+        parts = numbers.split([shapes[name].numel() for name in names])
+        return config, {n: part.view(shapes[n]) for n, part in zip(names, parts, strict=True)}
+
+
+def export_llmc(model: GPT, path: str, dtype: str) -> None:
+    """Write llm.c's model .bin: version 5 if dtype is bfloat16, else 3, float32."""
+    c, weights, header = model.config, model.state_dict(), np.zeros(256, np.int32)
+    version, stored = (5, torch.bfloat16) if dtype == "bfloat16" else (3, torch.float32)
+    Vp = len(weights["transformer.wte.weight"])
+    header[:8] = 20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, Vp
+    with replacing(Path(path)) as file:
+        file.write(header.tobytes())
+        for name in list_llmc(model):
+            file.write(weights[name].to(stored).view(torch.uint8).numpy().tobytes())
+
+
+# -----------------------------------------------------------------------------
 # evaluation
 
 
@@ -604,14 +727,20 @@ def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
         run.print(f"sample {i}: {args.prompt}{text}")
 
 
-def sample(args: argparse.Namespace, run: Run) -> int:
-    """Print what the model of --init_from writes and return the exit status."""
-    require(args.init_from != "scratch", "--sample needs --init_from and a checkpoint")
-    checkpoint = load_checkpoint(args.init_from)
-    model = GPT(GPTConfig(**checkpoint["config"]))
-    model.load_state_dict(checkpoint["model"])
-    args.seq_len = args.seq_len or checkpoint["args"]["seq_len"]
-    print_samples(model.to(run.device), args, run)
+def use(args: argparse.Namespace, run: Run) -> int:
+    """Sample from the model of --init_from, or write it in another format; the exit status is 0."""
+    require(args.init_from != "scratch", "--sample and --export need a model: --init_from")
+    source = load_source(args.init_from)
+    model = GPT.from_pretrained(source)
+    if args.export_hf:
+        export_hf(model, args.export_hf)
+        run.print(f"wrote {args.export_hf}, for transformers")
+    if args.export_llmc:
+        export_llmc(model, args.export_llmc, args.dtype)
+        run.print(f"wrote {args.export_llmc}, for llm.c")
+    if args.sample:
+        args.seq_len = args.seq_len or source["args"]["seq_len"]
+        print_samples(model.to(run.device), args, run)
     return 0
 
 
@@ -679,7 +808,7 @@ def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tupl
         require(args.model in SIZES, f"model {args.model} is none of {', '.join(SIZES)}")
         config = GPTConfig(*SIZES[args.model][:4], **meta)
     else:
-        source = checkpoint or load_checkpoint(args.init_from)
+        source = checkpoint or load_source(args.init_from)
         config, args.model = GPTConfig(**source["config"]), source["args"]["model"]
         what = f"{args.init_from} reads {config.tokenizer} tokens, {args.data_dir} has"
         require(config.tokenizer == meta["tokenizer"], f"{what} {meta['tokenizer']}")
@@ -875,7 +1004,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--data_dir", default="edu_fineweb10B", help=f"folder of shards {d}")
     add("--log_dir", default="log", help=f"folder for log.txt and checkpoints {d}")
     add("--model", default="d12", help=f"{', '.join(SIZES)} {d}")
-    add("--init_from", default="scratch", help=f"scratch, or a checkpoint {d}")
+    add(
+        "--init_from", default="scratch", help=f"{', '.join(HUGGING_FACE)}, a folder, or a file {d}"
+    )
     add("--batch_size", default="auto", help=f"B: sequences per GPU and micro-step {d}")
     add("--seq_len", type=int, help="T: tokens of a sequence (default: all that the model can see)")
     add("--total_batch_size", type=int, default=2**19, help=f"tokens per step, on all GPUs {d}")
@@ -906,6 +1037,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--skip_grad_z", type=float, default=0, help=f"the same for the gradient norm {d}")
     add("--quickstart", action="store_true", help="a small GPT on Python's documentation, offline")
     add("--sample", action="store_true", help="print what the model of --init_from writes")
+    add("--export_hf", metavar="DIR", help="write it as a folder that transformers loads")
+    add("--export_llmc", metavar="FILE", help="write it for llm.c, bfloat16 with that --dtype")
     add("--prompt", default="Hello, I'm a language model,", help=d)
     add("--num_samples", type=int, default=4, help=d)
     add("--max_new_tokens", type=int, default=64, help=d)
@@ -939,7 +1072,8 @@ def main(argv: list[str] | None = None) -> None:
             if run.rank == 0:
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
             run.mean(torch.zeros((), device=run.device))  # the other processes wait
-        status = sample(args, run) if args.sample else train(args, run)
+        using = args.sample or args.export_hf or args.export_llmc
+        status = use(args, run) if using else train(args, run)
     except (ValueError, ConnectionError) as error:  # what the user can put right, in one line
         status, line = 2, error
     except FloatingPointError as error:

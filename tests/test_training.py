@@ -237,7 +237,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, shards, capsys):
     newest = tmp_path / "log/model_00006.pt"
     newest.write_bytes(newest.read_bytes()[:5000])
     assert train(tmp_path / "log", shards, *flags, "--resume") == unbroken
-    assert "model_00006.pt is damaged" in capsys.readouterr().out
+    assert "model_00006.pt cannot be read" in capsys.readouterr().out
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_path, shards):
