@@ -602,6 +602,7 @@ def prefix(args: argparse.Namespace) -> str:
 
 
 def part_name(args: argparse.Namespace) -> str:
+    """Return what a part adds to names, such as -003-of-128; nothing for a run in one part."""
     return f"-{args.part + 1:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
 
 
@@ -611,6 +612,7 @@ def meta_path(args: argparse.Namespace) -> str:
 
 
 def shard_bytes(tokens: int, suffix: str) -> int:
+    """Return the size in bytes of a shard's file."""
     return len(make_header(tokens, suffix)) + 2 * tokens  # uint16: 2 bytes a token
 
 
@@ -634,6 +636,7 @@ def rename(old: str, new: str) -> None:
 
 
 def hash_file(path: str) -> str:
+    """Return a file's sha256 in hexadecimal, reading a megabyte at a time."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(2**20):
@@ -768,6 +771,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def is_done(meta: dict) -> bool:
+    """Return whether a meta.json is of a finished run."""
     return meta.get("progress", {"done": True})["done"]  # a merged meta.json has no progress
 
 
@@ -831,7 +835,7 @@ def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int |
     minutes = rest / (2.5e6 * args.workers) / 60  # ~2.5M tokens/s a core of GPT-2's BPE
     how_long = f", {minutes:.0f} minutes if the source keeps up" if minutes > 1 else ""
     copy = "" if args.streaming else " besides the copy in HF_HOME"
-    size = f"{rest / 1e6:,.0f}M tokens, {2 * rest / 1e9:.2f} GB of disk"  # uint16: 2 bytes a token
+    size = f"{rest / 1e6:,.0f}M tokens, {2 * rest / 1e6:,.0f} MB of disk"  # uint16: 2 bytes a token
     print(f"{meta['source']}: about {size}{copy}{how_long}")
     folder = os.path.abspath(args.out)
     while not os.path.isdir(folder):
@@ -881,7 +885,6 @@ def report(args: argparse.Namespace, meta: dict, rate: str) -> None:
     print(f"{meta['progress']['documents']:,} documents{rate}")
     if args.parts > 1:
         print(f"when all parts are done: python fineweb.py --merge --out {args.out}")
-    print(f"next: python train_gpt2.py --data_dir {args.out}")
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -958,6 +961,8 @@ def main(argv: list[str] | None = None) -> None:
         with handling(signal.SIGTERM, raise_interrupt):
             args = parse_args(argv)
             (verify if args.verify else merge if args.merge else build)(args)
+            if argv is None and not args.verify:  # not from within the quickstart
+                print(f"next: python train_gpt2.py --data_dir {args.out}")
     except (ValueError, FileNotFoundError) as error:
         exit_with(2, str(error))
     except (OSError, BrokenExecutor) as error:
@@ -967,10 +972,12 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def raise_interrupt(signum: int, frame: object) -> None:
+    """Make a signal end the run as Ctrl-C does."""
     raise KeyboardInterrupt(signum)
 
 
 def exit_with(status: int, line: str) -> None:
+    """Print one line and end the process."""
     print(f"fineweb.py: {line}", file=sys.stderr)
     sys.exit(status)
 
