@@ -46,7 +46,7 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 CONVENTIONS = ("build-nanogpt", "harness")
-BATCH_TOKENS = 2**13  # of a forward pass: ~1 GB of logits at the endings' positions
+BATCH_TOKENS = 2**14  # of a forward pass: ~2 GB of logits, at the positions of endings alone
 
 # -----------------------------------------------------------------------------
 # the data
@@ -224,7 +224,7 @@ def collate(group: list[tuple], P: int, block_size: int, device) -> Batch:
     """Return a batch of groups (longest row, row numbers, rows, starts of endings)."""
     rows = [row for _, _, rows, _ in group for row in rows]
     starts = [start for _, _, _, starts in group for start in starts]
-    width = math.ceil((max(longest for longest, *_ in group) - P) / 8) * 8  # few different shapes
+    width = math.ceil((max(longest for longest, *_ in group) - P) / 4) * 4  # few different shapes
     width = min(width, block_size + 1 - P)
     tails = np.zeros((len(rows), width), np.int64)
     counted = np.zeros((len(rows), width), bool)
@@ -261,11 +261,11 @@ def pack(
             groups[key].append((max(map(len, group)), part, group, starts[part]))
     batches = []
     for (P, k), group in sorted(groups.items()):
-        group.sort(key=lambda item: item[0])  # of nearly one length: little padding
-        size = max(1, BATCH_TOKENS // (P + k * (group[-1][0] - P)))
-        batches += [
-            collate(group[i : i + size], P, block_size, device) for i in range(0, len(group), size)
-        ]
+        group.sort(key=lambda item: -item[0])  # of nearly one length: little padding
+        while group:
+            size = max(1, BATCH_TOKENS // (P + k * (group[0][0] - P)))
+            batches.append(collate(group[:size], P, block_size, device))
+            group = group[size:]
     return batches
 
 

@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
@@ -101,9 +102,8 @@ class CausalSelfAttention(nn.Module):
             cache[:] = k, v
         # is_causal lines the first query up with the first key, right for a whole sequence alone:
         # after S - T cached keys, query i sees S - T + i + 1 of them. One alone sees all
-        S, mask = k.size(2), None
-        if 1 < T < S:
-            mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T)
+        S = k.size(2)
+        mask = causal_lower_right(T, S) if 1 < T < S else None
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S)
         y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
         return self.c_proj(y)
@@ -194,11 +194,11 @@ class GPT(nn.Module):
             x = x.flatten(0, 1)[positions]  # (N, C)
         # the padding's columns end here, no loss and no probability sees them. Compiled, to mask
         # costs nothing, while to cut them off makes rows unaligned: 6% of all time on an H100
-        logits, V = self.lm_head(x).float(), self.config.vocab_size
+        padding = torch.arange(self.lm_head.out_features, device=x.device) >= self.config.vocab_size
+        logits = self.lm_head(x).masked_fill(padding, -math.inf).float()
         if targets is None:
-            return logits[..., :V]
-        padding = torch.arange(logits.size(-1), device=x.device) >= V
-        logits, flat = logits.masked_fill(padding, -math.inf).flatten(0, -2), targets.flatten()
+            return logits[..., : self.config.vocab_size]
+        logits, flat = logits.flatten(0, -2), targets.flatten()
         loss = F.cross_entropy(logits, flat, ignore_index=-1, reduction=reduction)
         return loss.view_as(targets) if reduction == "none" else loss
 
