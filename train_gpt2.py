@@ -8,8 +8,8 @@ Train GPT-2 from nothing, in one file that reads from top to bottom.
     python train_gpt2.py --sample --init_from log/model_19073.pt  what a trained model writes
     python train_gpt2.py --help                                   every flag
 
-In the order of a lecture: the model, generation, data, schedules, runtime, checkpoints, evaluation,
-log, training, command line.
+In the order of a lecture: the model, generation, data, schedules, runtime, checkpoints, weights of
+other programs, evaluation, log, training, command line.
 
 Shapes are written (B, T, C): B sequences of T tokens with C channels; V is the vocabulary, nh the
 number of heads, hs the size of one. A flag, its variable and its key in a checkpoint share a name.
@@ -742,6 +742,15 @@ def find_hellaswag(args: argparse.Namespace, run: Run) -> Path | None:
     return hellaswag.fetch() if run.mean(found).item() > 0 else None  # the others have waited
 
 
+def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
+    """Return HellaSwag's acc_norm, as build-nanogpt counts it, and a line about it."""
+    begun = run.now()
+    with run.eager():
+        score = hellaswag.score(model, path, "build-nanogpt", run.device)
+    took = f"in {run.now() - begun:.1f} s"
+    return score.share, f"HellaSwag: {score.acc_norm} of {score.n} = {score.share:.4f} {took}"
+
+
 def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
     """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
     from fineweb import get_tokenizer
@@ -953,12 +962,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
                 run.print(f"{counter} | val loss: {val_loss:.4f}")
                 log.record(step, val=f"{val_loss:.4f}")
             if hellaswag_due and hellaswag_file:
-                with run.eager():
-                    hella = hellaswag.score(raw_model, hellaswag_file, "build-nanogpt", run.device)
-                run.print(
-                    f"{counter} | HellaSwag: {hella.acc_norm} of {hella.n} = {hella.share:.4f}"
-                )
-                log.record(step, hella=f"{hella.share:.4f}")
+                share, line = score_hellaswag(raw_model, hellaswag_file, run)
+                run.print(f"{counter} | {line}")
+                log.record(step, hella=f"{share:.4f}")
             if sample_due and (step > 0 or last):
                 print_samples(raw_model, args, run)
             if save_due and step > start:
