@@ -46,6 +46,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
+import fineweb
 import hellaswag
 
 # -----------------------------------------------------------------------------
@@ -650,8 +651,6 @@ def export_hf(model: GPT, folder: str) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    from fineweb import get_tokenizer
-
     c = model.config
     sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     sizes |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
@@ -662,7 +661,7 @@ def export_hf(model: GPT, folder: str) -> None:
     theirs.load_state_dict(weights)
     theirs.save_pretrained(folder)
     # byte pairs merge in the order of their tokens; Hugging Face spells a byte as a character
-    tokenizer, spelling = get_tokenizer(c.tokenizer), bytes_to_unicode()
+    tokenizer, spelling = fineweb.get_tokenizer(c.tokenizer), bytes_to_unicode()
     ranks = {tokenizer.decode_single_token_bytes(token): token for token in range(c.eot)}
     pairs = [(t[:i], t[i:]) for t in ranks for i in range(1, len(t))]
     pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
@@ -753,9 +752,7 @@ def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
 
 def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
     """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
-    from fineweb import get_tokenizer
-
-    tokenizer, eot = get_tokenizer(model.config.tokenizer), model.config.eot
+    tokenizer, eot = fineweb.get_tokenizer(model.config.tokenizer), model.config.eot
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
     tokens = torch.tensor([prompt] * args.num_samples, device=run.device)
     with run.eager():
@@ -900,6 +897,8 @@ def train(args: argparse.Namespace, run: Run) -> int:
     val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
     checkpoint = find_checkpoint(args, run)
     config, source = choose_model(args, meta, checkpoint)
+    if args.sample_every:
+        fineweb.get_tokenizer(config.tokenizer)  # not to be had: now, not after 250 steps
 
     # the model: the same seed gives the same weights on every device
     torch.manual_seed(args.seed)
@@ -1112,8 +1111,6 @@ def main(argv: list[str] | None = None) -> None:
         run = setup_run(args)
         built = (Path(args.data_dir) / "meta.json").exists()
         if args.quickstart and args.data_dir == QUICKSTART["data_dir"] and not built:
-            import fineweb
-
             if run.rank == 0:
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
             run.mean(torch.zeros((), device=run.device))  # the other processes wait

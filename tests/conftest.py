@@ -19,7 +19,7 @@ DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data"))
 # 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
 TINY = (2, 2, 32, 16, 1e-2)
 FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
-FLAGS += ["--sample_every", "0", "--max_new_tokens", "8"]
+FLAGS += ["--hellaswag_every", "0", "--sample_every", "0", "--max_new_tokens", "8"]
 
 
 @pytest.fixture(autouse=True)
