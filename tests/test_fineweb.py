@@ -64,14 +64,12 @@ def build_partly(files: object, out: Path, *options: object, batches: int) -> No
 
 def stop_early(argv: list[str], batches: int) -> None:
     args = fineweb.parse_args(argv)
-    meta = fineweb.find_meta(args)
-    read, identity, _ = fineweb.open_source(args)
-    args_out = Path(args.out)
-    args_out.mkdir(exist_ok=True)
-    fineweb.prepare_folder(args, meta, identity)
-    documents = fineweb.make_batches(read(meta["progress"]["position"]))
+    read, data, _ = fineweb.open_source(args)
+    Path(args.out).mkdir(exist_ok=True)
+    meta = fineweb.prepare_folder(args, data)
+    those = fineweb.make_batches(read(meta["progress"]["position"]))
     writer = fineweb.ShardWriter(args, meta)
-    written = fineweb.fill_shards(writer, fineweb.tokenize(documents, args.tokenizer, 1))
+    written = fineweb.fill_shards(writer, fineweb.tokenize(those, args.tokenizer, 1))
     for _ in range(batches):
         next(written)
     writer.close()
@@ -141,7 +139,7 @@ def test_encoding_is_gpt2s_ordinary_encoding(text: str) -> None:
     """Also of lone surrogates, which JSON may hold, and of the text <|endoftext|>."""
     for whole in (text, text + "<|endoftext|>" + text, text + "\ud800"):
         expected = fineweb.get_tokenizer("gpt2").encode_ordinary(whole)
-        begun, goes_on = fineweb.encode([(True, whole), (False, whole)], "gpt2")
+        (_, begun), (_, goes_on) = fineweb.encode([([0, 0], whole), (None, whole)], "gpt2")
         assert begun.dtype == np.uint16
         assert begun.tolist() == [50256, *expected]
         assert goes_on.tolist() == expected
@@ -162,8 +160,8 @@ def test_segments_encode_to_the_tokens_of_the_whole(blocks: list[str], chars: in
 @needs_gpt2
 def test_a_megabyte_of_blanks_does_not_overflow_the_tokenizer() -> None:
     """tiktoken's regular expressions fail on some 10**6 blanks before a word."""
-    segments = [(False, text) for text in fineweb.split_text(["word" + " " * 10**6 + "word"])]
-    tokens = np.concatenate(fineweb.encode(segments, "gpt2")).tolist()
+    segments = [(None, text) for text in fineweb.split_text(["word" + " " * 10**6 + "word"])]
+    tokens = np.concatenate([part for _, part in fineweb.encode(segments, "gpt2")]).tolist()
     enc = fineweb.get_tokenizer("gpt2")
     assert tokens == enc.encode("word") + enc.encode(" ") * (10**6 - 1) + enc.encode(" word")
 
@@ -529,6 +527,7 @@ def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path) -> None:
     os.kill(int(children[-1]), signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and errors.count("\n") == 1, errors
+    assert "a worker was killed" in errors and "same command" in errors
 
 
 def is_running(pid: str) -> bool:
@@ -604,6 +603,16 @@ def part_argv(folder: Path, out: Path, part: str) -> list[object]:
     return ["--files", folder / "*.jsonl", "--out", out, "--tokenizer", "bytes", *options]
 
 
+def test_what_to_run_next_is_for_the_command_line_alone(tmp_path: Path, capsys) -> None:
+    """The quickstart calls main in the middle of its own output."""
+    files = write_jsonl(tmp_path / "docs.jsonl", ["one", "two"])
+    build(files, tmp_path / "out")
+    assert "next:" not in capsys.readouterr().out
+    process = start("--files", files, "--out", tmp_path / "out", "--tokenizer", "bytes")
+    output, errors = process.communicate(timeout=60)
+    assert output.endswith(f"next: python train_gpt2.py --data_dir {tmp_path / 'out'}\n"), errors
+
+
 def test_verify_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
     """A flipped bit, a lost file, a file that was never listed."""
     out = build(
@@ -677,7 +686,7 @@ BAD_ARGUMENTS = {
     "--files {out}/x.csv --out {out}/new": "expected .jsonl",
     "--files {out}/x.jsonl": "--out FOLDER",
     "--dataset {out}/nowhere --out {out}/new": "nowhere",
-    "--dataset pydocs --part 1/2 --out {out}/new": "too small",
+    "--dataset pydocs --part 1/2 --out {out}/new": "2 parts need as many files",
     "--verify --out {out}": "no meta.json",
     "--merge --out {out}": "no parts",
 }

@@ -8,7 +8,8 @@ Prints GPT-2 tokens per second, start-up excluded, the best of a few runs in tur
   alone: as many independent tiktoken processes as fineweb.py has workers, documents in memory,
   half:  build-nanogpt's way: half the cores, Pool.imap in chunks of 16, np.array of every list,
   ours:  fineweb.py from file to finished shards, the rate that it prints itself,
-and the two ratios, and fineweb.py's peak memory (Linux), parent and largest worker.
+and the two ratios, and fineweb.py's peak memory (Linux), parent and largest worker, reading .jsonl
+and .parquet, and the .parquet through the datasets library, streamed and copied first.
 """
 
 import argparse
@@ -80,19 +81,13 @@ def run_half(texts: list[str]) -> float:
         return filled / (time.perf_counter() - start)
 
 
-def run_ours(files: str, workers: int) -> tuple[float, dict[str, int]]:
+def run_ours(source: list[str], workers: int) -> tuple[float, dict[str, int]]:
     """Return the rate that fineweb.py prints, and its processes' peak memory in bytes."""
     with tempfile.TemporaryDirectory() as out:
-        command = [
-            sys.executable,
-            str(ROOT / "fineweb.py"),
-            "--files",
-            files,
-            "--out",
-            f"{out}/shards",
-        ]
+        command = [sys.executable, str(ROOT / "fineweb.py"), *source, "--out", f"{out}/shards"]
         command += ["--workers", str(workers), "--val_tokens", "1000000"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"HF_HOME": f"{out}/hf", "HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         peaks = {}
         while process.poll() is None:
             for pid in [process.pid, *list_children(process.pid)]:
@@ -121,6 +116,15 @@ def read_peak(pid: int) -> int:
     return int(peak[1]) * 1024 if peak else 0
 
 
+def write_parquet(texts: list[str], path: Path) -> None:
+    """Write the texts as one .parquet file, in row groups of FineWeb's 1000 rows."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir()
+    parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=1000)
+
+
 def find_documents(folder: str) -> str:
     """Unpack the 100 MB of documents of the test data to a temporary folder, once."""
     path = Path(folder) / "docs.jsonl"
@@ -144,14 +148,22 @@ def main() -> None:
         for _ in range(args.repeats):  # in turns: a busy moment of the machine hits all three
             alone.append(run_alone(texts, args.workers))
             half.append(run_half(texts))
-            rate, peaks = run_ours(files, args.workers)
+            rate, peaks = run_ours(["--files", files], args.workers)
             ours.append(rate)
+        write_parquet(texts, Path(folder, "parquet", "docs.parquet"))
+        parquet = ["--dataset", f"{folder}/parquet"]
+        memory = {
+            ".jsonl": peaks,
+            ".parquet": run_ours(["--files", f"{folder}/parquet/*"], args.workers)[1],
+            "streamed": run_ours(parquet, args.workers)[1],
+            "copied": run_ours([*parquet, "--no-streaming"], args.workers)[1],
+        }
     for name, rates in (("alone", alone), ("half", half), ("ours", ours)):
         print(f"{name:5} {max(rates) / 1e6:6.2f}M tokens/s  of", *(f"{r / 1e6:.2f}" for r in rates))
     print(f"ours / alone {max(ours) / max(alone):.2f}, ours / half {max(ours) / max(half):.2f}")
-    print(
-        "peak memory " + ", ".join(f"{name} {peak / 2**20:.0f} MiB" for name, peak in peaks.items())
-    )
+    for source, peaks in memory.items():
+        sizes = (f"{name} {peak / 2**20:.0f} MiB" for name, peak in peaks.items())
+        print(f"peak memory {source:9}", ", ".join(sizes))
 
 
 if __name__ == "__main__":
