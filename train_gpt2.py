@@ -1109,9 +1109,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         run = setup_run(args)
-        built = (Path(args.data_dir) / "meta.json").exists()
-        if args.quickstart and args.data_dir == QUICKSTART["data_dir"] and not built:
-            if run.rank == 0:
+        if args.quickstart and args.data_dir == QUICKSTART["data_dir"]:
+            if run.rank == 0:  # goes on where it was interrupted; when all is there, only says so
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
             run.mean(torch.zeros((), device=run.device))  # the other processes wait
         using = args.sample or args.export_hf or args.export_llmc
