@@ -28,11 +28,13 @@ import itertools
 import json
 import lzma
 import os
+import queue
 import re
 import shutil
 import signal
 import sys
 import sysconfig
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -345,12 +347,16 @@ def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> 
         yield from (encode(batch, tokenizer) for batch in batches)
         return
     pipes = start_workers(workers, tokenizer)
-    for k, batch in enumerate(itertools.chain(batches, [None] * workers)):  # None: no more
-        pipe, encoded = pipes[k % workers], None  # in turns; a worker has one batch at a time
+    ahead = (
+        4 * workers
+    )  # batches: a worker that is done has its next one, while a shard is synced too
+    for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
+        pipe, encoded = pipes[k % workers], None  # in turns
         try:
-            if k >= workers:
+            if k >= ahead:
                 encoded = pipe.recv()
-            pipe.send(batch)
+            if batch:
+                pipe.send(batch)
         except (EOFError, OSError) as error:
             raise ChildProcessError("a worker was killed, for lack of memory perhaps") from error
         if encoded:
@@ -373,10 +379,19 @@ def start_workers(workers: int, tokenizer: str) -> list:
 
 
 def work(pipe, tokenizer: str) -> None:
-    """Encode the batches that come through a pipe until None does, or its other end is closed."""
+    """Encode the batches that come through a pipe, until its other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows nothing is inherited
-    with suppress(EOFError, OSError):
-        while batch := pipe.recv():
+    inbox = queue.SimpleQueue()
+
+    def receive() -> None:  # at any time, or both ends could wait until the other one reads
+        with suppress(EOFError, OSError):
+            while True:
+                inbox.put(pipe.recv())
+        inbox.put(None)
+
+    threading.Thread(target=receive, daemon=True).start()
+    with suppress(OSError):
+        while batch := inbox.get():
             pipe.send(encode(batch, tokenizer))
 
 
