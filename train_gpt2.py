@@ -947,7 +947,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
     log = Log(args, start, run)
     peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
     run.print(*describe(args, raw_model, train_loader, val_windows, run))
-    signals, skipped = catch_signals(), 0
+    signals, skipped, times = catch_signals(), 0, []
     t0 = run.now()
     for step in range(start, args.max_steps + 1):
         last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
@@ -1012,8 +1012,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
         skipped = 0 if update else skipped + 1
         if skipped == 100:
             raise FloatingPointError(f"100 updates skipped in a row: loss {loss}, norm {norm}")
-        if step == start + 10:
-            left = timedelta(seconds=round((args.max_steps - step) * dt))
+        times.append(dt)
+        if len(times) == 10:
+            left = timedelta(seconds=round((args.max_steps - step) * float(np.median(times))))
             run.print(f"time to go, evaluation apart: {left}")
         if stop:
             save(step + 1)
