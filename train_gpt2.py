@@ -225,8 +225,8 @@ class GPT(nn.Module):
 
 # -----------------------------------------------------------------------------
 # the loss. The logits are the largest tensor of all: 6.6 GB of bfloat16 for GPT-2 at B = 64. With
-# PyTorch's cross entropy, compiled, loss and gradient take 10.7 ms of an H100; with the kernel below,
-# which reads them once and puts their gradient in their place, 4.8, about as long as a copy
+# PyTorch's cross entropy, compiled, loss and gradient take 10.7 ms of an H100; with the kernel
+# below, which reads them once and puts their gradient in their place, 4.8, about as long as a copy
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
