@@ -721,7 +721,7 @@ def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int |
     expected = min(filter(None, tokens), default=None)
     rest = max(0, (expected or 0) - sum(meta["progress"]["tokens"].values()))
     minutes = rest / (2.5e6 * args.workers) / 60  # ~2.5M tokens/s a core of GPT-2's BPE
-    size = f"about {rest / 1e6:,.0f}M tokens, {2 * rest / 1e9:.2f} GB of disk"  # uint16: 2 bytes
+    size = f"about {rest / 1e6:,.1f}M tokens, {2 * rest / 1e6:,.1f} MB of disk"  # uint16: 2 bytes
     size += "" if args.streaming else " besides the copy in HF_HOME"
     size += f", {minutes:.0f} minutes if the source keeps up" if minutes > 1 else ""
     print(f"{meta['source']}: {size if expected else 'of unknown size, 2 bytes of disk a token'}")
