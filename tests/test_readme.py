@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
 import fineweb
@@ -60,3 +61,51 @@ def test_links_inside_the_repository_resolve():
     assert links
     for link in links:
         assert (ROOT / Path(link.split("#")[0])).exists(), link
+
+
+def test_defaults_in_the_readme_are_the_scripts_own():
+    """A default that is said in words, and changed in code alone."""
+    args, tiny = train_gpt2.parse_args([]), train_gpt2.parse_args(["--quickstart"])
+    steps = 10**10 // args.total_batch_size
+    run = train_gpt2.Run(torch.device("cpu"), "float32", False, 0, 1)
+    train_gpt2.find_hellaswag(args, run)
+    assert args.hellaswag_every == 0, "never on a CPU"
+    args.seq_len = train_gpt2.SIZES[args.model][3]
+    train_gpt2.fill_schedule(args, windows=1)
+    assert args.max_steps == steps
+    said = [
+        f"Every step is {args.total_batch_size:,} tokens",
+        f"{args.max_steps:,} steps of {args.total_batch_size:,} tokens",
+        f"log/model_{args.max_steps}.pt",
+        f"over {args.val_tokens / 1e6:.1f}M tokens",
+        f"every {args.val_every} steps",
+        f"step  {tiny.max_steps}/{tiny.max_steps} | val loss",
+        f"log/quickstart/model_{tiny.max_steps:05d}.pt",
+        args.data_dir,
+    ]
+    missing = [text for text in said if text not in README]
+    assert not missing, missing
+
+
+def test_times_and_costs_follow_from_the_speeds():
+    """One of three numbers in a row that was measured again, and the others were not."""
+    rows = re.findall(
+        r"\| ([\d,]+) \([^|]*\| ([\d.]+) (minutes|hours|days) \| \$([\d.]+) \| \$(\d+) \|", README
+    )
+    assert len(rows) == 4
+    for speed, time, unit, price, cost in rows:
+        hours = 1e10 / float(speed.replace(",", "")) / 3600
+        said = float(time) * {"minutes": 1 / 60, "hours": 1, "days": 24}[unit]
+        assert abs(said / hours - 1) < 0.04, (speed, time, unit)
+        gpus = 8 if unit == "minutes" else 1
+        assert abs(gpus * hours * float(price) - float(cost)) < 1, (speed, cost)
+
+
+def test_the_first_screens_speed_is_that_of_the_tables():
+    """The number that everybody reads, and the one that somebody measured."""
+    (headline,) = re.findall(r"GPT-2 124M at ([\d,]+) tokens a second", README)
+    measured = re.findall(r"\| ([\d, ]+) tok/s; plainly compiled ([\d, ]+): ([\d.]+) times", README)
+    ours, plain = ([int(n.replace(",", "")) for n in part.split()] for part in measured[0][:2])
+    assert abs(sum(ours) / len(ours) - int(headline.replace(",", ""))) < 500
+    assert f"{sum(ours) / sum(plain):.2f}" == measured[0][2]
+    assert README.count(headline) == 2, "and in the table by hardware"
