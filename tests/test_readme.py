@@ -21,7 +21,7 @@ def find_commands() -> list[str]:
     lines = [line for block in blocks for line in block.splitlines()]
     text = re.sub(r"```\n.*?```", "", README, flags=re.DOTALL)
     lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text)]
-    pattern = r"((?:train_gpt2|fineweb|hellaswag)\.py\b[^#;`]*)"
+    pattern = r"((?:train_gpt2|fineweb|hellaswag)\.py\b[^#;&`]*)"
     return sorted({match.strip() for line in lines for match in re.findall(pattern, line)})
 
 
