@@ -10,6 +10,8 @@ train_gpt2.py as it is gives, alone and on top of those before it.
 Every rung is train_gpt2.py itself, run on random tokens with Zipf's frequencies; a rung that is not
 climbed yet is undone from outside. Times are its log.txt's: whole optimizer steps with accumulation,
 clipping, AdamW and logging, the median of those after the first few. Attention is causal in all.
+The last rung takes the largest batch that fits, and as many tokens a step, unless --total_batch_size
+is as large for all: then AdamW counts less. Its memory is that of finding out what fits.
 """
 
 import argparse
@@ -53,6 +55,7 @@ COLUMNS = {"B": (5, 0), "ms": (9, 1), "tok/s": (10, 0), "MFU %": (7, 1), "GiB": 
 COLUMNS |= {"loss": (9, 4), "alone ms": (10, 1), "A100 ms": (9, 0), "T4 ms": (7, 0)}
 
 # hardly a CPU has matrix units for 16 bits, and none TF32 or Triton
+NEVER_ALONE = ("bfloat16 residual", "loss kernel", "auto batch size")  # no use in float32
 GPU_ONLY = ("TF32", "16 bits", "bfloat16 residual", "loss kernel")
 
 
@@ -128,8 +131,10 @@ def measure(args: argparse.Namespace, climbed: set[str], folder: Path) -> dict:
         try:
             train_gpt2.main(f"{where} {what} {batch} {never}".split())
         except SystemExit as end:
-            if end.code:
+            if end.code == 1:  # out of memory
                 return {}
+            if end.code:
+                raise
     log = [line.split() for line in (folder / "log" / "log.txt").read_text().splitlines()]
     times = [float(value) for _, stream, value in log if stream == "dt"][args.steps // 3 :]
     row = {"B": int(re.search(r"B (\d+) x T", printed.getvalue())[1])}
@@ -138,7 +143,7 @@ def measure(args: argparse.Namespace, climbed: set[str], folder: Path) -> dict:
     if cuda:
         row["GiB"] = torch.cuda.max_memory_allocated() / 2**30
     if mfu := re.findall(r"mfu: ([\d.]+)%", printed.getvalue()):
-        row["MFU %"] = statistics.median(map(float, mfu))
+        row["MFU %"] = statistics.median(map(float, mfu[args.steps // 3 :]))
     return row
 
 
@@ -153,6 +158,7 @@ def draw(path: str, title: str, rows: list[tuple[str, dict, dict]]) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(rows) + 1), layout="constrained")
+    rows = list({row[0]: row for row in rows}.values())  # of repeats, the last
     names = [name for name, _, _ in rows]
     speeds = [row.get("tok/s", 0) / 1000 for _, row, _ in rows]
     bars = axes.barh(names, speeds, color="tab:blue", label="with all rungs above it")
@@ -197,7 +203,7 @@ def main() -> None:
                 if args.only and not rung.startswith(tuple(args.only)):
                     continue
                 row = measure(args, set(rungs[: i + 1]), Path(folder))
-                lonely = not args.only and i > 1 and rung != "bfloat16 residual"
+                lonely = not args.only and i > 1 and rung not in NEVER_ALONE
                 alone = measure(args, {rung}, Path(folder)) if lonely else {}
                 rows.append((rung, row, alone))
                 cells = row | dict(zip(("A100 ms", "T4 ms"), RUNGS[rung], strict=True))
