@@ -1119,7 +1119,8 @@ def train(args: argparse.Namespace, run: Run) -> int:
             return 128 + signals[0] if signals else 0
 
     unit = "byte" if config.tokenizer == "bytes" else "token"
-    run.print(f"done: log in {log.path}; val loss {val_loss or math.nan:.4f} nats per {unit}")
+    result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
+    run.print(f"done: log in {log.path}{result}")
     for newest in list_checkpoints(args.log_dir)[-1:]:
         run.print(f"next: python train_gpt2.py --sample --init_from {newest}")
     return 0
