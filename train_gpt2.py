@@ -1008,9 +1008,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
         raw_model.compile(dynamic=False)
     B, T = choose_batch_size(raw_model, args, checkpoint, run), args.seq_len
     args.batch_size, grad_accum_steps = B, args.total_batch_size // (B * T * run.world_size)
-    model = raw_model
-    if run.world_size > 1:
-        model = DDP(raw_model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    model = DDP(raw_model, gradient_as_bucket_view=True) if run.world_size > 1 else raw_model
 
     # data, optimizer and all else that the next step depends on
     place, seed = (B, T, run.rank, run.world_size), args.seed if args.shuffle else None
