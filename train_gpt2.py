@@ -57,10 +57,9 @@ except ImportError:
 # -----------------------------------------------------------------------------
 # the model
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). GPT-2's sizes as llm.c has
-# them, on the left (from d60 on not OpenAI's); GPT-3's, on the right, and all learning rates from
-# table 2.1 of its paper, but for two of its misprints: 2048 channels make 16 heads of 128, not 24,
-# and 128 does not divide the 5140 channels of its 13B.
+# name: (layers, heads, channels, context in tokens, peak learning rate). Left: GPT-2's as llm.c has
+# them, from d60 on not OpenAI's. Right: GPT-3's, and all learning rates, from table 2.1 of its
+# paper but for two misprints: 24 heads for 2048 channels, 5140 channels that 128 does not divide.
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),
     "d6": (6, 6, 384, 1024, 6e-4),        "gpt3:c384": (6, 6, 384, 2048, 6e-4),
@@ -187,13 +186,16 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         # the residual stream too, as adding it up and normalising it is a matter of bytes moved: 5%
         # of all time, and no worse loss. float16 has not the range for it
-        x = x.to(torch.bfloat16) if autocast_dtype(x) == torch.bfloat16 else x
+        kind = x.device.type
+        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+        dtype = torch.bfloat16 if half else x.dtype
+        x = x.to(dtype)
         for i, block in enumerate(self.transformer.h):
             if self.recompute and torch.is_grad_enabled():
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x, cache[i] if cache else None)
-        x = self.transformer.ln_f(x)
+        x = self.transformer.ln_f(x).to(dtype)
         if positions is not None:
             x = x.flatten(0, 1)[positions]  # (N, C)
         V = self.config.vocab_size
@@ -215,12 +217,10 @@ class GPT(nn.Module):
     def configure_optimizers(self, weight_decay: float, learning_rate: float) -> torch.optim.AdamW:
         """Return AdamW with GPT-3's betas and eps. Matrices and embeddings decay, biases and
         LayerNorms do not. Fused, one kernel for many tensors, on CUDA, MPS and CPU alike."""
-        params = list(self.parameters())
-        groups = [
-            {"params": [p for p in params if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, learning_rate, (0.9, 0.95), 1e-8, weight_decay, fused=True)
 
 
 # -----------------------------------------------------------------------------
@@ -229,19 +229,13 @@ class GPT(nn.Module):
 # below, which puts their gradient in their place, 4.8, where a copy takes 4.4
 
 
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which x takes part in a matrix product here."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy, in nats, (N,) float32, of the logits x @ weight.T with targets
     (N,) int64, below V, for x (N, C) and weight (Vp, C). Columns from V on are padding, of no
     probability; a target of -1 has no loss."""
     # float16 has not the range, and float32 may mean a GPU too old for Triton
-    if triton and x.is_cuda and autocast_dtype(x) == torch.bfloat16:
-        return FusedCrossEntropy.apply(x.to(torch.bfloat16), weight, targets, V)
+    if triton and x.is_cuda and x.dtype == torch.bfloat16:
+        return FusedCrossEntropy.apply(x, weight, targets, V)
     # to cut the padding off would leave rows unaligned, compiled it is free to mask it
     padding = torch.arange(len(weight), device=x.device) >= V
     logits = F.linear(x, weight).masked_fill(padding, -math.inf).float()
@@ -324,8 +318,7 @@ def next_token(logits: Tensor, temperature: float, top_k: int, generator) -> Ten
     """Draw one of the top_k (0: all) tokens for each row of logits (B, V): (B, 1) int64."""
     if temperature == 0:  # the likeliest
         return logits.argmax(dim=-1, keepdim=True)
-    V = logits.size(-1)
-    values, tokens = torch.topk(logits, min(top_k or V, V))
+    values, tokens = logits.topk(min(top_k or math.inf, logits.size(-1)))
     probs = F.softmax(values / temperature, dim=-1)
     return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
@@ -338,11 +331,9 @@ def generate(model: GPT, tokens: Tensor, args: argparse.Namespace) -> Tensor:
     eot, start = model.config.eot, tokens.size(1)
     generator = torch.Generator(tokens.device).manual_seed(args.seed)  # training's is left alone
     cache, fresh = [[] for _ in model.transformer.h], tokens  # fresh: not in the cache yet
-    while tokens.size(1) < start + args.max_new_tokens:
-        if tokens.size(1) <= args.seq_len:
-            logits = model(fresh, cache=cache)
-        else:
-            logits = model(tokens[:, -args.seq_len :])
+    for _ in range(args.max_new_tokens):
+        full = tokens.size(1) > args.seq_len
+        logits = model(tokens[:, -args.seq_len :]) if full else model(fresh, cache=cache)
         fresh = next_token(logits[:, -1], args.temperature, args.top_k, generator)
         ended = (tokens[:, start:] == eot).any(dim=1, keepdim=True)  # (B, 1)
         tokens = torch.cat((tokens, fresh.masked_fill(ended, eot)), dim=1)
@@ -396,15 +387,13 @@ def read_shard(path: Path) -> np.ndarray:
 
 def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     """Return the shards whose name holds split, "train" or "val", by name and in its order."""
-    folder = Path(data_dir)
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    paths = [path for path in paths if path.suffix in (".npy", ".bin") and split in path.name]
-    what = "no file" if folder.is_dir() else "no such folder, so no file"
+    paths = [p for p in Path(data_dir).glob(f"*{split}*") if p.suffix in (".npy", ".bin")]
+    what = "no file" if Path(data_dir).is_dir() else "no such folder, so no file"
     build = "`python fineweb.py` downloads them, `python train_gpt2.py --quickstart` needs none"
     require(bool(paths), f"data_dir {data_dir}: {what} *{split}*.npy or *{split}*.bin; {build}")
     for path in paths:
         require(not ("train" in path.name and "val" in path.name), f"{path} names both splits")
-    return {path.name: read_shard(path) for path in paths}
+    return {path.name: read_shard(path) for path in sorted(paths)}
 
 
 @lru_cache(maxsize=8)
@@ -430,10 +419,8 @@ class DataLoaderLite:
         self.summary = f"{sum(sizes):,} tokens in {len(sizes)} shards, {crc:08x}"  # for resume
         self.counts = np.array([max(0, size - 1) // T for size in sizes])
         self.windows = int(self.counts.sum())  # in an epoch
-        require(
-            self.windows > 0,
-            f"{self.names[0]} has not T + 1 = {T + 1} tokens: a shorter --seq_len?",
-        )
+        what = f"{self.names[0]} has not T + 1 = {T + 1} tokens"
+        require(self.windows > 0, f"{what}: a shorter --seq_len?")
         self.scanned = set()
         self.worker = ThreadPoolExecutor(1)  # has the next batch ready before the GPU asks
         self.reset()
@@ -493,8 +480,6 @@ def fill_schedule(args: argparse.Namespace, windows: int) -> None:
     """Set the flags that follow from the model's size and from the windows in an epoch."""
     if args.epochs is not None:
         args.max_steps = max(1, int(args.epochs * windows * args.seq_len / args.total_batch_size))
-    if args.max_steps is None:
-        args.max_steps = 19073  # 10B tokens of 2**19 a step
     if args.warmup_steps is None:  # 375M tokens, as in GPT-3, or as much of a shorter run
         args.warmup_steps = round(715 * min(1, args.max_steps / 19073))
     steps = f"max_steps {args.max_steps}"
@@ -546,12 +531,6 @@ class Run:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values / self.world_size
-
-    def now(self) -> float:
-        """Return the time in seconds, once the device has done all it was given."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
 
     def print(self, *lines: str) -> None:
         """Print lines once, not once a process."""
@@ -706,23 +685,21 @@ def load_source(name: str) -> dict:
     of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, or one of our checkpoints."""
     if not (name in HUGGING_FACE or Path(name).is_dir() or name.endswith(".bin")):
         return load_checkpoint(name)
-    config, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
-    shape = (config.n_layer, config.n_head, config.n_embd, config.block_size)
+    shape, V, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
+    tokenizer = {50257: "gpt2", 257: "bytes"}.get(V)  # which these formats do not name
+    require(tokenizer is not None, f"{name} has a vocabulary of {V}, expected GPT-2's 50257")
+    config = GPTConfig(*shape, V, tokenizer, V - 1)
     size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
-    weights["lm_head.weight"] = weights["transformer.wte.weight"]
+    wte = weights["transformer.wte.weight"]
+    wte = F.pad(wte, (0, 0, 0, -len(wte) % 128))  # llm.c's has its padding already
+    weights |= {"transformer.wte.weight": wte, "lm_head.weight": wte}
     args = {"model": size, "seq_len": config.block_size}
     return {"config": asdict(config), "model": weights, "args": args}
 
 
-def read_vocabulary(vocab_size: int) -> dict:
-    """Return tokenizer, vocab_size and eot of a model that says no more than its vocabulary."""
-    tokenizer = {50257: "gpt2", 257: "bytes"}.get(vocab_size)
-    require(tokenizer is not None, f"a vocabulary of {vocab_size}, expected GPT-2's 50257")
-    return {"tokenizer": tokenizer, "vocab_size": vocab_size, "eot": vocab_size - 1}
-
-
-def load_hf(name: str) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return config and weights of a GPT-2 in Hugging Face's format, a folder or on its hub."""
+def load_hf(name: str) -> tuple[tuple, int, dict[str, Tensor]]:
+    """Return shape (n_layer, n_head, n_embd, block_size), vocabulary size and weights of a GPT-2 in
+    Hugging Face's format, a folder or on its hub."""
     from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
 
     with reading(name):
@@ -736,18 +713,15 @@ def load_hf(name: str) -> tuple[GPTConfig, dict[str, Tensor]]:
         amiss = {what: sorted(names) for what, names in report.items() if names}
         require(not amiss, f"weights that do not fit: {amiss}")
         shape = (theirs.n_layer, theirs.n_head, theirs.n_embd, theirs.n_positions)
-        config = GPTConfig(*shape, **read_vocabulary(theirs.vocab_size))
         weights = {n: p.T if n.endswith(CONV1D) else p for n, p in model.state_dict().items()}
-        wte = weights["transformer.wte.weight"]
-        rows = -len(wte) % 128  # of padding
-        return config, weights | {"transformer.wte.weight": F.pad(wte, (0, 0, 0, rows))}
+        return shape, theirs.vocab_size, weights
 
 
 def export_hf(model: GPT, folder: str) -> None:
     """Write a folder that transformers loads offline: the weights, without padding, as float32,
     and the tokenizer."""
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
     c = model.config
     sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
@@ -760,51 +734,45 @@ def export_hf(model: GPT, folder: str) -> None:
     theirs.save_pretrained(folder)
     # byte pairs merge in the order of their tokens; Hugging Face spells a byte as a character
     tokenizer, spelling = fineweb.get_tokenizer(c.tokenizer), bytes_to_unicode()
-    ranks = {tokenizer.decode_single_token_bytes(token): token for token in range(c.eot)}
-    pairs = [(t[:i], t[i:]) for t in ranks for i in range(1, len(t))]
-    pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-    merges = [tuple("".join(spelling[b] for b in part) for part in pair) for pair in pairs]
-    vocab = {"".join(spelling[b] for b in token): rank for token, rank in ranks.items()}
+    tokens = [tokenizer.decode_single_token_bytes(token) for token in range(c.eot)]
+    vocab = {"".join(spelling[b] for b in token): rank for rank, token in enumerate(tokens)}
+    merges = generate_merges(vocab, None)
     GPT2Tokenizer({**vocab, "<|endoftext|>": c.eot}, merges).save_pretrained(folder)
 
 
-def list_llmc(model: GPT) -> list[str]:
-    """Return the parameters' names in llm.c's order: a kind for all layers before the next."""
+def list_llmc(model: GPT) -> dict[str, Tensor]:
+    """Return the parameters in llm.c's order: a kind for all layers before the next."""
     kinds = [name for name, _ in model.transformer.h[0].named_parameters()]
     blocks = [f"h.{layer}.{kind}" for kind in kinds for layer in range(model.config.n_layer)]
     names = ("wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias")
-    return [f"transformer.{name}" for name in names]
+    return {f"transformer.{name}": model.transformer.get_parameter(name) for name in names}
 
 
-def load_llmc(path: str) -> tuple[GPTConfig, dict[str, Tensor]]:
-    """Return config and weights, as float32, of a model .bin: 256 int32, then the numbers."""
+def load_llmc(path: str) -> tuple[tuple, int, dict[str, Tensor]]:
+    """Return what load_hf does, float32, of a model .bin: 256 int32, then the numbers."""
     with reading(path):
         header = np.fromfile(path, np.int32, 256).tolist()
-        magic, version, T, V, L, nh, C, Vp = header[:8]
+        magic, version, T, V, L, nh, C = header[:7]
         found = f"magic {magic}, version {version}"
         require(magic == 20240326 and version in (3, 5), f"{found}, expected 20240326, 3 or 5")
-        config = GPTConfig(L, nh, C, T, **read_vocabulary(V))
         with torch.device("meta"):
-            model = GPT(config)
-        shapes = {name: p.shape for name, p in model.state_dict().items()}
-        require(shapes["transformer.wte.weight"][0] == Vp, f"a vocabulary padded to {Vp}")
+            params = list_llmc(GPT(GPTConfig(L, nh, C, T, V)))
         bits, dtype = (np.int32, torch.float32) if version == 3 else (np.int16, torch.bfloat16)
         numbers = torch.from_numpy(np.fromfile(path, bits, offset=256 * 4)).view(dtype).float()
-        names = list_llmc(model)
-        parts = numbers.split([shapes[name].numel() for name in names])
-        return config, {n: part.view(shapes[n]) for n, part in zip(names, parts, strict=True)}
+        parts = numbers.split([p.numel() for p in params.values()])  # fails unless all are there
+        weights = {n: part.view_as(params[n]) for n, part in zip(params, parts, strict=True)}
+        return (L, nh, C, T), V, weights
 
 
 def export_llmc(model: GPT, path: str, dtype: str) -> None:
     """Write llm.c's model .bin: version 5 if dtype is bfloat16, else 3, float32."""
-    c, weights, header = model.config, model.state_dict(), np.zeros(256, np.int32)
+    c, header, Vp = model.config, np.zeros(256, np.int32), len(model.lm_head.weight)
     version, stored = (5, torch.bfloat16) if dtype == "bfloat16" else (3, torch.float32)
-    Vp = len(weights["transformer.wte.weight"])
     header[:8] = 20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, Vp
     with replacing(Path(path)) as file:
         file.write(header.tobytes())
-        for name in list_llmc(model):
-            file.write(weights[name].to(stored).view(torch.uint8).numpy().tobytes())
+        for p in list_llmc(model).values():
+            file.write(p.detach().to(stored).view(torch.uint8).numpy().tobytes())
 
 
 # -----------------------------------------------------------------------------
@@ -841,10 +809,10 @@ def find_hellaswag(args: argparse.Namespace, run: Run) -> Path | None:
 
 def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
     """Return HellaSwag's acc_norm, as build-nanogpt counts it, and a line about it."""
-    begun = run.now()
+    begun = time.perf_counter()
     with run.eager():
         score = hellaswag.score(model, path, "build-nanogpt", run.device)
-    took = f"in {run.now() - begun:.1f} s"
+    took = f"in {time.perf_counter() - begun:.1f} s"
     return score.share, f"HellaSwag: {score.acc_norm} of {score.n} = {score.share:.4f} {took}"
 
 
@@ -910,24 +878,22 @@ class Log:
 
     def __init__(self, args: argparse.Namespace, start: int, run: Run):
         """Make log_dir ready: no run that --overwrite deletes, no records from step start on."""
-        self.file, self.path = None, Path(args.log_dir) / "log.txt"
+        path = Path(args.log_dir) / "log.txt" if run.rank == 0 else Path(os.devnull)
         if run.rank == 0:
-            path = self.path
             path.parent.mkdir(parents=True, exist_ok=True)
             old = list_checkpoints(args.log_dir) if args.overwrite else []
             for unwanted in [*path.parent.glob("*.tmp"), *old]:
                 unwanted.unlink()
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            path.touch()
+            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last is half a line
             with replacing(path) as file:
-                whole = [line for line in lines if line.endswith(b"\n")]
-                file.writelines(line for line in whole if int(line.split()[0]) < start)
-            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 unbuffered: whole or not
+                file.writelines(line + b"\n" for line in lines if int(line.split()[0]) < start)
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 unbuffered: whole or not
 
     def record(self, step: int, **values: str) -> None:
         """Append a record for each stream=value."""
         lines = (f"{step} {stream} {value}\n" for stream, value in values.items())
-        if self.file:
-            self.file.write("".join(lines).encode())
+        self.file.write("".join(lines).encode())
 
 
 # -----------------------------------------------------------------------------
@@ -1001,8 +967,6 @@ def train(args: argparse.Namespace, run: Run) -> int:
     # the model: the same seed gives the same weights on every device
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
-    if source and not checkpoint:
-        raw_model.load_state_dict(source["model"])
     raw_model.to(run.device)
     if run.compile:
         raw_model.compile(dynamic=False)
@@ -1019,16 +983,16 @@ def train(args: argparse.Namespace, run: Run) -> int:
     fill_schedule(args, train_loader.windows)
     optimizer = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    start, val_loss, loss_window, norm_window = 0, None, [], []
+    start, val_loss = checkpoint.get("step", 0), checkpoint.get("val_loss")
+    loss_window, norm_window = checkpoint.get("loss_window", []), checkpoint.get("norm_window", [])
     if checkpoint:
         check_resume(checkpoint, config, args, train_loader.summary)
-        start, val_loss = checkpoint["step"], checkpoint["val_loss"]
-        loss_window, norm_window = checkpoint["loss_window"], checkpoint["norm_window"]
-        raw_model.load_state_dict(checkpoint["model"])
         dcp.set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
-        if scaler.is_enabled() and checkpoint["scaler"]:
+        if checkpoint["scaler"]:  # {} where that run had none
             scaler.load_state_dict(checkpoint["scaler"])
         train_loader.reset(checkpoint["position"])
+    if source:
+        raw_model.load_state_dict(source["model"])
 
     def save(step: int) -> None:
         rest = {"step": step, "position": train_loader.position, "data": train_loader.summary}
@@ -1044,14 +1008,13 @@ def train(args: argparse.Namespace, run: Run) -> int:
     peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
     run.print(*describe(args, raw_model, train_loader, val_windows, run))
     signals, skipped, times = catch_signals(), 0, []
-    t0 = run.now()
+    t0 = time.perf_counter()
     for step in range(start, args.max_steps + 1):
         last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
         every = (args.val_every, args.hellaswag_every, args.sample_every, args.save_every)
         due = [n > 0 and (step % n == 0 or last) for n in every]
         val_due, hellaswag_due, sample_due, save_due = due
         if any(due):
-            paused = run.now()
             if val_due:
                 val_loss = validate(raw_model, val_loader, val_windows, run)
                 run.print(f"{counter} | val loss: {val_loss:.4f}")
@@ -1064,7 +1027,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
                 print_samples(raw_model, args, run)
             if save_due and step > start:
                 save(step)
-            t0 += run.now() - paused  # the clock stands still meanwhile
+            t0 = time.perf_counter()  # all of these have waited for the device
         if last:
             break
 
@@ -1118,7 +1081,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
 
     unit = "byte" if config.tokenizer == "bytes" else "token"
     result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
-    run.print(f"done: log in {log.path}{result}")
+    run.print(f"done: log in {Path(args.log_dir) / 'log.txt'}{result}")
     for newest in list_checkpoints(args.log_dir)[-1:]:
         run.print(f"next: python train_gpt2.py --sample --init_from {newest}")
     return 0
@@ -1145,14 +1108,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--data_dir", default="edu_fineweb10B", help=f"folder of shards {d}")
     add("--log_dir", default="log", help=f"folder for log.txt and checkpoints {d}")
     add("--model", default="d12", help=f"{', '.join(SIZES)} {d}")
-    add(
-        "--init_from", default="scratch", help=f"{', '.join(HUGGING_FACE)}, a folder, or a file {d}"
-    )
+    add("--init_from", default="scratch", help=f"{', '.join(HUGGING_FACE)}, a folder or file {d}")
     add("--batch_size", default="auto", help=f"B: sequences per GPU and micro-step {d}")
     add("--seq_len", type=int, help="T: tokens of a sequence (default: all that the model can see)")
     add("--total_batch_size", type=int, default=2**19, help=f"tokens per step, on all GPUs {d}")
-    add("--max_steps", type=int, help="optimizer steps (default: 19073)")
-    add("--epochs", type=float, help="sets max_steps from the data instead")
+    steps = flags.add_mutually_exclusive_group()  # 19073 of 2**19 tokens are 10B
+    steps.add_argument("--max_steps", type=int, default=19073, help=f"optimizer steps {d}")
+    steps.add_argument("--epochs", type=float, help="sets max_steps from the data instead")
     add("--warmup_steps", type=int, help="(default: 715, or the same share of a shorter run)")
     add("--max_lr", type=float, help="peak learning rate (default: GPT-3's for the size)")
     add("--min_lr", type=float, help="where the schedule ends (default: a tenth of max_lr)")
@@ -1196,7 +1158,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
         valid = isinstance(value, str | None) or value >= least
         require(valid, f"{flag} is {value}, expected at least {least}")
-    require(args.epochs is None or args.max_steps is None, "--epochs or --max_steps, not both")
     args.overwrite &= not (args.quickstart and args.resume)
     require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
     return args

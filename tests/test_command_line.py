@@ -68,7 +68,7 @@ BAD = {
     "no number": (None, ["--batch_size", "many"], "batch_size many"),
     "zero": (None, ["--seq_len", 0], "seq_len is 0"),
     "negative": (None, ["--max_steps", -1], "max_steps is -1"),
-    "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs or --max_steps, not both"),
+    "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs: not allowed with argument --max_steps"),
     "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt cannot be read"),
     "no such device": (None, ["--device", "cuda:7"], "cuda:7 is not here|finds no GPU"),
     "nonsense device": (None, ["--device", "gpu"], "device gpu"),
