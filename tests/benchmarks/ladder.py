@@ -76,9 +76,7 @@ def make_model(climbed: set[str]) -> type:
             if "padded vocabulary" not in climbed:
                 rows = nn.Parameter(self.lm_head.weight.data[: config.vocab_size].clone())
                 self.transformer.wte.weight = self.lm_head.weight = rows
-            if (
-                "bfloat16 residual" not in climbed
-            ):  # float32 once it enters the blocks, so ever after
+            if "bfloat16 residual" not in climbed:  # float32 into the blocks, so ever after
                 self.transformer.h[0].register_forward_pre_hook(lambda _, x: (x[0].float(), *x[1:]))
 
         def configure_optimizers(self, weight_decay, learning_rate):
