@@ -347,9 +347,7 @@ def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> 
         yield from (encode(batch, tokenizer) for batch in batches)
         return
     pipes = start_workers(workers, tokenizer)
-    ahead = (
-        4 * workers
-    )  # batches: a worker that is done has its next one, while a shard is synced too
+    ahead = 4 * workers  # batches: nobody waits for the next one, while a shard is synced too
     for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
         pipe, encoded = pipes[k % workers], None  # in turns
         try:
@@ -712,6 +710,19 @@ def build(args: argparse.Namespace) -> None:
     print(f"{meta['progress']['documents']:,} documents{rate}")
 
 
+def suggest_flags(folder: str) -> str:
+    """Return train_gpt2.py's flags for a folder: defaults are for 10B tokens, not for a book."""
+    metas, shards, _ = load_metas(folder)
+    tokens = sum(shard["tokens"] for name, shard in shards.items() if "_train_" in name)
+    flags, log_dir = f"--data_dir {folder}", f"--log_dir log/{os.path.basename(folder)}"
+    if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
+        return f'--quickstart {flags} {log_dir} --prompt "The "'
+    if tokens < 10**8:
+        batch = "--seq_len 256 --total_batch_size 16384"
+        return f"{flags} --model d6 {batch} --epochs 4 {log_dir}"
+    return flags
+
+
 def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int | None:
     """Say what disk and time the run takes; return its tokens, about, None if nobody knows.
 
@@ -721,7 +732,7 @@ def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int |
     expected = min(filter(None, tokens), default=None)
     rest = max(0, (expected or 0) - sum(meta["progress"]["tokens"].values()))
     minutes = rest / (2.5e6 * args.workers) / 60  # ~2.5M tokens/s a core of GPT-2's BPE
-    size = f"about {rest / 1e6:,.1f}M tokens, {2 * rest / 1e6:,.1f} MB of disk"  # uint16: 2 bytes
+    size = f"about {rest / 1e6:,.1f}M tokens if English, {2 * rest / 1e6:,.1f} MB of disk"  # uint16
     size += "" if args.streaming else " besides the copy in HF_HOME"
     size += f", {minutes:.0f} minutes if the source keeps up" if minutes > 1 else ""
     print(f"{meta['source']}: {size if expected else 'of unknown size, 2 bytes of disk a token'}")
@@ -757,7 +768,7 @@ def show_progress(writer: ShardWriter, totals: Iterator[int], expected: int | No
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     add = parser.add_argument
     add("--dataset", help=f"hub name or folder (default {FINEWEB_EDU}), or pydocs")
     add("--name", help="a configuration of it (default for FineWeb sample-10BT)")
@@ -838,7 +849,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv is None and args.parts > 1:
             print(f"when all parts are done: python fineweb.py --merge --out {args.out}")
         elif argv is None:
-            print(f"next: python train_gpt2.py --data_dir {args.out}")
+            print(f"next: python train_gpt2.py {suggest_flags(args.out)}")
     except (ValueError, FileNotFoundError) as error:
         status, line = 2, str(error)
     except OSError as error:

@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 sys.path.insert(0, str(ROOT))
 
 import fineweb  # noqa: E402
+import train_gpt2  # noqa: E402
 
 needs_gpt2 = pytest.mark.skipif(
     "TIKTOKEN_CACHE_DIR" not in os.environ, reason=f"needs GPT-2's BPE: {DATA}/tiktoken_cache"
@@ -604,13 +606,30 @@ def part_argv(folder: Path, out: Path, part: str) -> list[object]:
 
 
 def test_what_to_run_next_is_for_the_command_line_alone(tmp_path: Path, capsys) -> None:
-    """The quickstart calls main in the middle of its own output."""
+    """The quickstart calls main in the middle of its own output; a book is no run of 10B tokens."""
     files = write_jsonl(tmp_path / "docs.jsonl", ["one", "two"])
     build(files, tmp_path / "out")
     assert "next:" not in capsys.readouterr().out
     process = start("--files", files, "--out", tmp_path / "out", "--tokenizer", "bytes")
     output, errors = process.communicate(timeout=60)
-    assert output.endswith(f"next: python train_gpt2.py --data_dir {tmp_path / 'out'}\n"), errors
+    flags = f'--quickstart --data_dir {tmp_path / "out"} --log_dir log/out --prompt "The "'
+    assert output.endswith(f"next: python train_gpt2.py {flags}\n"), errors
+    train_gpt2.parse_args(shlex.split(flags))
+
+
+@pytest.mark.parametrize("tokens, words", [(10**9, []), (10**6, ["--epochs", "--model"])])
+def test_what_to_run_next_suits_the_amount(tokens, words, tmp_path: Path) -> None:
+    """176,000 tokens of one's own, and the whole run was a single step of 524,288."""
+    shards = {"docs_train_000000.npy": {"tokens": tokens}, "docs_val_000001.npy": {"tokens": 10**9}}
+    meta = {"tokenizer": "gpt2", "options": {}, "shards": shards}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    argv = fineweb.suggest_flags(str(tmp_path)).split()
+    assert argv[:2] == ["--data_dir", str(tmp_path)]
+    assert {"--epochs", "--model"} & set(argv) == set(words)
+    args = train_gpt2.parse_args(argv)
+    args.seq_len = 1024
+    train_gpt2.fill_schedule(args, tokens // 1024)
+    assert args.max_steps > 200
 
 
 def test_verify_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
