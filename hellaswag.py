@@ -61,7 +61,7 @@ def fetch(path: str | Path | None = None) -> Path:
         raise ValueError(f"HellaSwag: there is no file {path}")
     if path is not None or FILE.is_file():
         return Path(path or FILE)
-    hint = f"put {URL} at {FILE}"
+    hint = f"put {URL} at {FILE}, or name it to hellaswag.py by --data"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:  # seconds; raises unless 200
             data = response.read()
@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line that the top of this file shows."""
     import train_gpt2
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
     add = parser.add_argument
     add(
         "-m",
@@ -358,11 +358,11 @@ def main(argv: list[str] | None = None) -> None:
     args, status = parser.parse_args(argv), 0
     try:
         run = train_gpt2.setup_run(argparse.Namespace(**vars(args), compile=False))
+        model = train_gpt2.GPT.from_pretrained(args.model).to(run.device)
         if run.rank == 0:
             fetch(args.data)
         run.mean(torch.zeros((), device=run.device))  # the others wait for it
         path = fetch(args.data)
-        model = train_gpt2.GPT.from_pretrained(args.model).to(run.device)
         for convention in CONVENTIONS:
             with run.autocast():
                 run.print(str(score(model, path, convention, run.device, args.examples)))
