@@ -389,7 +389,8 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     """Return the shards whose name holds split, "train" or "val", by name and in its order."""
     paths = [p for p in Path(data_dir).glob(f"*{split}*") if p.suffix in (".npy", ".bin")]
     what = "no file" if Path(data_dir).is_dir() else "no such folder, so no file"
-    build = "`python fineweb.py` downloads them, `python train_gpt2.py --quickstart` needs none"
+    build = "`python fineweb.py` downloads them, with --files it makes them of your texts,"
+    build += " `python train_gpt2.py --quickstart` needs none"
     require(bool(paths), f"data_dir {data_dir}: {what} *{split}*.npy or *{split}*.bin; {build}")
     for path in paths:
         require(not ("train" in path.name and "val" in path.name), f"{path} names both splits")
@@ -671,6 +672,8 @@ def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, 
     there = checkpoint["args"] | checkpoint["config"] | {"data": checkpoint["data"]}
     differ = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
     require(not differ, f"--resume: {args.log_dir} holds another run: {'; '.join(differ)}")
+    step, steps = checkpoint["step"], args.max_steps
+    require(step <= steps, f"--resume: {args.log_dir} is at step {step}, beyond max_steps {steps}")
 
 
 # -----------------------------------------------------------------------------
@@ -682,9 +685,11 @@ CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # Hugging Face has t
 
 def load_source(name: str) -> dict:
     """Return config, model (its weights) and args (model, seq_len) of what --init_from names: one
-    of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, or one of our checkpoints."""
-    if not (name in HUGGING_FACE or Path(name).is_dir() or name.endswith(".bin")):
-        return load_checkpoint(name)
+    of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, one of our checkpoints or the
+    log_dir with it, of which the newest counts."""
+    newest = list_checkpoints(name)[-1:]
+    if newest or not (name in HUGGING_FACE or Path(name).is_dir() or name.endswith(".bin")):
+        return load_checkpoint(newest[0] if newest else name)
     shape, V, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(V)  # which these formats do not name
     require(tokenizer is not None, f"{name} has a vocabulary of {V}, expected GPT-2's 50257")
@@ -882,6 +887,8 @@ class Log:
         if run.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
             old = list_checkpoints(args.log_dir) if args.overwrite else []
+            if old:
+                run.print(f"note: the run in {args.log_dir} is deleted")
             for unwanted in [*path.parent.glob("*.tmp"), *old]:
                 unwanted.unlink()
             path.touch()
@@ -904,7 +911,8 @@ def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tupl
     """Return the config and the checkpoint that the weights come from, {} for new; set seq_len."""
     if args.init_from == "scratch":
         args.model, source = args.model.removeprefix("gpt2:"), checkpoint
-        require(args.model in SIZES, f"model {args.model} is none of {', '.join(SIZES)}")
+        hint = "OpenAI's GPT-2 is --init_from gpt2"
+        require(args.model in SIZES, f"model {args.model} is none of {', '.join(SIZES)}; {hint}")
         config = GPTConfig(*SIZES[args.model][:4], **meta)
     else:
         source = checkpoint or load_source(args.init_from)
@@ -924,29 +932,39 @@ def describe(args: argparse.Namespace, model: GPT, loader, val_windows: int, run
     device = torch.cuda.get_device_name() if run.device.type == "cuda" else device
     epochs = args.max_steps * args.total_batch_size / (loader.windows * T)
     val_all = " (all of it)" if val_windows < args.val_tokens // T else ""
+    parameters = sum(p.numel() for p in model.parameters())
     lines = [
         f"device | {world} x {device}, {run.dtype}, compile {'on' if run.compile else 'off'}",
-        f"model  | {args.model}, {sum(p.numel() for p in model.parameters()):,} parameters",
+        f"model  | {args.model}, {parameters:,} parameters",
         f"data   | {args.data_dir}: {loader.summary}; validation on {val_windows * T:,}{val_all}",
         f"batch  | {args.total_batch_size:,} tokens = B {B} x T {T} x {world} processes x "
         f"{args.total_batch_size // (B * T * world)} micro-steps",
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; {args.warmup_steps} of warmup to "
         f"learning rate {args.max_lr:g}, {args.schedule} to {args.min_lr:g}",
     ]
-    if context > T:
+    if context > T and not args.quickstart:
         lines.append(f"warning: T {T} leaves the model's positions {T} to {context - 1} untrained")
     if epochs > 4:
         lines.append(f"warning: {epochs:.1f} epochs; after 4, repeated data teaches little")
+    if epochs > 0.2 * args.max_steps:
+        share = f"{epochs / args.max_steps:.1f} epochs"
+        lines.append(f"warning: {share} a step; a smaller --total_batch_size makes more of them")
+    days = 6 * parameters * args.max_steps * args.total_batch_size / 1e12 / 86400  # at 1 TFLOP/s
+    if run.device.type == "cpu" and days > 1:
+        lines.append(
+            f"warning: a CPU needs {days:.0f} days or more for this; --quickstart does not"
+        )
     return lines
 
 
-def catch_signals() -> list[int]:
+def catch_signals(run: Run) -> list[int]:
     """Return a list that SIGTERM and SIGINT go to, once each; a second of a kind ends all."""
-    received = []
+    received, note = [], b"\nsaving after this step; once more ends it now, unsaved\n"
 
     def catch(signum, frame):
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
+        os.write(2, note if run.rank == 0 else b"")  # print may be at work where this breaks in
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, catch)
@@ -1007,7 +1025,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
     log = Log(args, start, run)
     peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
     run.print(*describe(args, raw_model, train_loader, val_windows, run))
-    signals, skipped, times = catch_signals(), 0, []
+    signals, skipped, times = catch_signals(run), 0, []
     t0 = time.perf_counter()
     for step in range(start, args.max_steps + 1):
         last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
@@ -1082,8 +1100,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
     unit = "byte" if config.tokenizer == "bytes" else "token"
     result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
     run.print(f"done: log in {Path(args.log_dir) / 'log.txt'}{result}")
-    for newest in list_checkpoints(args.log_dir)[-1:]:
-        run.print(f"next: python train_gpt2.py --sample --init_from {newest}")
+    if list_checkpoints(args.log_dir):
+        command = f"--sample --init_from {args.log_dir} --temperature {args.temperature:g}"
+        run.print(f'next: python train_gpt2.py {command} --prompt "{args.prompt}"')
     return 0
 
 
@@ -1092,10 +1111,10 @@ def train(args: argparse.Namespace, run: Run) -> int:
 
 # --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
 QUICKSTART = {
-    "data_dir": "pydocs", "log_dir": "log/quickstart", "overwrite": True, "model": "tiny",
-    "seq_len": 96, "total_batch_size": 768, "max_steps": 1600, "warmup_steps": 100, "max_lr": 3e-3,
-    "val_every": 400, "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 800,
-    "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
+    "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 48,
+    "total_batch_size": 768, "max_steps": 1800, "max_lr": 4e-3, "val_every": 450,
+    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 900, "prompt": "Return ",
+    "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
 
@@ -1158,7 +1177,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
         valid = isinstance(value, str | None) or value >= least
         require(valid, f"{flag} is {value}, expected at least {least}")
-    args.overwrite &= not (args.quickstart and args.resume)
+    own_folder = args.quickstart and args.log_dir == QUICKSTART["log_dir"]
+    args.overwrite |= own_folder and not args.resume
     require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
     return args
 

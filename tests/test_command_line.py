@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ BAD = {
     "indivisible batch": (None, ["--batch_size", 3], r"3 .*16 sequences.*\[1, 2, 4, 8, 16\]"),
     "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple.* 96 is"),
     "unknown model": (None, ["--model", "d13"], "d13 .*d12"),
+    "OpenAI's model": (None, ["--model", "gpt2"], "gpt2 .*--init_from gpt2"),
     "T longer than the model's": (None, ["--seq_len", 17], "17 .*16 tokens"),
     "used log_dir": (used_log_dir, [], "--resume .*--overwrite"),
     "both of them": (None, ["--resume", "--overwrite"], "not both"),
@@ -97,6 +99,7 @@ def test_bad_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatch)
     ("--model", "tiny", "n_layer is 4, was 2"),
     ("--no-shuffle", None, "shuffle is False, was True"),
     ("--data_dir", "other", "data is"),
+    ("--max_steps", 1, "at step 2, beyond max_steps 1"),
 ])  # fmt: skip
 def test_resume_of_another_run_is_refused_by_name(
     flag, value, named, tmp_path, capsys, monkeypatch
@@ -140,6 +143,10 @@ def test_sample_writes_from_a_checkpoint(tmp_path, capsys):
     assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
     assert capsys.readouterr().out == first, "the same seed, the same text"
     assert run_main(*flags, "--prompt", "") == 0
+    capsys.readouterr()
+    flags = [path.parent if flag == path else flag for flag in flags]
+    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
+    assert capsys.readouterr().out == first, "a folder stands for its newest checkpoint"
 
 
 def test_help_names_every_flag_with_its_default(capsys):
@@ -159,8 +166,36 @@ def test_quickstart_values_are_flags_and_give_way():
     plain = vars(train_gpt2.parse_args([]))
     assert train_gpt2.QUICKSTART.keys() <= plain.keys()
     args = train_gpt2.parse_args(["--quickstart", "--max_steps", "3"])
-    assert args.max_steps == 3 and args.model == "tiny" and args.overwrite
+    assert args.max_steps == 3 and args.model == "tiny"
+    train_gpt2.fill_schedule(args, windows=1)
+    assert args.warmup_steps < 3, "a warmup that nobody asked for is no error"
+
+
+def test_the_quickstart_replaces_its_own_run_and_no_other():
+    """Own text, trained with --quickstart into a folder of its own for an hour, and gone."""
+    assert train_gpt2.parse_args(["--quickstart"]).overwrite
     assert not train_gpt2.parse_args(["--quickstart", "--resume"]).overwrite
+    assert not train_gpt2.parse_args(["--quickstart", "--log_dir", "log/mine"]).overwrite
+    assert not train_gpt2.parse_args([]).overwrite
+
+
+def test_a_run_that_makes_little_sense_says_so(tmp_path, capsys):
+    """A step of all the data, a context that stays untrained, months on a laptop: in silence."""
+    where = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--log_dir", tmp_path / "log"]
+    assert run_main(*where, "--max_steps", 2) == 0
+    assert "warning" not in capsys.readouterr().out
+    large = ["--total_batch_size", 2048, "--seq_len", 8, "--max_steps", 1]
+    assert run_main(*where, *large, "--overwrite") == 0
+    out = capsys.readouterr().out
+    assert "0.9 epochs a step" in out and "positions 8 to 15 untrained" in out
+    args = train_gpt2.parse_args(["--device", "cpu", "--batch_size", "1", "--seq_len", "1024"])
+    run = train_gpt2.setup_run(args)
+    train_gpt2.fill_schedule(args, windows=1)
+    with torch.device("meta"):
+        model = train_gpt2.GPT(train_gpt2.GPTConfig())
+    loader = Namespace(windows=10**7, summary="")
+    *_, warning = train_gpt2.describe(args, model, loader, 10240, run)
+    assert warning.startswith("warning: a CPU needs 86 days"), "6 * 124.5M * 1e10 / 1e12 FLOP/s"
 
 
 def test_mfu_counts_the_operations_of_the_causal_half():

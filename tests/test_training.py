@@ -269,6 +269,7 @@ def test_a_signal_saves_first_and_the_status_says_which(tmp_path, shards, signum
             break
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum, err
+    assert "saving after this step" in err, "nobody should have to guess and press it again"
     [saved] = (tmp_path / "log").glob("*.pt")
     step = train_gpt2.load_checkpoint(saved)["step"]
     assert f"model_{step:05d}.pt" == saved.name
