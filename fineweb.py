@@ -52,6 +52,7 @@ OPTIONS = ("text_key", "shard_size", "val_tokens", "val_share", "max_tokens", "f
 CHARS_PER_TOKEN = {"gpt2": 4.5, "bytes": 1.0}  # of English, to estimate with
 TABLE_ROWS = 256  # rows of a table read at once: ~1 MB of FineWeb
 SEGMENT_CHARS = 2**17  # longer documents are encoded in segments of about this many characters
+PIECE = 2**13  # tokens: a document longer than this is shared out between train and val in pieces
 BATCH_CHARS = 2**19  # characters sent to a worker at once: ~0.05 s of its time
 
 # a document: its row in its file, its text in blocks (a file larger than memory can be a document)
@@ -113,6 +114,10 @@ def open_files(args: argparse.Namespace) -> Source:
     if not paths:
         raise ValueError(f"--files {' '.join(args.files)}: there are no such files")
     for path in paths:
+        if os.path.isdir(path):
+            raise ValueError(
+                f"--files {path} is a folder: --files '{path}/*.txt' for what is in it"
+            )
         if not re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path):
             raise ValueError(f"{path}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
     sizes = {path: os.path.getsize(path) for path in paths}
@@ -256,7 +261,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def clean(texts: Iterable[str]) -> Iterator[str]:
-    """Straighten quotes, and drop the paragraphs that another text had already.
+    """Straighten quotes, and drop the paragraphs that were there already.
 
     The topics quote each other at length: a model must not be validated on what it was trained on.
     """
@@ -264,8 +269,11 @@ def clean(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- "))
         paragraphs = [p.rstrip() for p in re.split(r"\n\s*\n", text.strip("\n"))]
-        new = [p for p in paragraphs if len(p) < 60 or p not in seen]  # characters
-        seen.update(new)
+        new = []
+        for paragraph in paragraphs:
+            if len(paragraph) < 60 or paragraph not in seen:  # characters
+                new.append(paragraph)
+            seen.add(paragraph)
         yield "\n\n".join(new) + "\n"
 
 
@@ -446,9 +454,18 @@ class ShardWriter:
         self.progress["open"][split][1] += len(tokens)
         self.count[split] += len(tokens)
 
+    def choose_split(self) -> str:
+        """Return "val" where one more piece leaves it within its share, else "train"."""
+        wanted = self.args.part == 0 and self.count["val"] < self.args.val_tokens
+        share = self.args.val_share * (sum(self.count.values()) + PIECE)
+        return "val" if wanted and self.count["val"] + PIECE <= share else "train"
+
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens of the document in work; a full shard is finished when more is to come."""
         while len(tokens):
+            left = PIECE - self.progress["written"] % PIECE
+            if left == PIECE:
+                self.progress["split"] = self.choose_split()
             split = self.progress["split"]
             room = self.args.shard_size - self.progress["open"].get(split, ["", 0])[1]
             if split == "val":
@@ -458,6 +475,7 @@ class ShardWriter:
                     self.progress["split"] = "train"  # in the middle of a document, if need be
                 self.finish(split)
                 continue
+            room = min(room, left)
             self.append(split, tokens[:room])
             self.progress["written"] += len(tokens[:room])
             tokens = tokens[room:]
@@ -481,14 +499,18 @@ class ShardWriter:
         rename(path + ".tmp", path)
 
     def finish_all(self) -> None:
-        """Finish the last shards. A corpus that ended within validation gives a tenth of itself."""
-        if self.count["train"] == 0 and self.count["val"] > 1 and not self.meta["shards"]:
-            kept, file = max(1, self.count["val"] // 10), self.files["val"]
-            file.seek(self.measure(kept))
-            rest = np.frombuffer(file.read(), dtype="<u2")
-            file.truncate(self.measure(kept))
-            self.count["val"] = self.progress["open"]["val"][1] = kept
-            self.append("train", rest)
+        """Finish the last shards. A small corpus, still in one, gives its first tenth to val."""
+        wanted = self.args.part == 0 and self.args.val_share * self.args.val_tokens > 0
+        if wanted and len(self.files) == 1 and not self.meta["shards"]:
+            [(split, file)] = self.files.items()
+            file.seek(self.measure(0))
+            tokens = np.frombuffer(file.read(), dtype="<u2")
+            file.truncate(self.measure(0))
+            file.seek(self.measure(0))
+            self.count[split] = self.progress["open"][split][1] = 0
+            n = min(max(1, len(tokens) // 10), self.args.val_tokens)
+            self.append("val", tokens[:n])
+            self.append("train", tokens[n:])
         if self.count["train"] == 0:
             found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
             raise ValueError(f"{found}: take more documents, or lower --val_tokens")
@@ -505,10 +527,7 @@ class ShardWriter:
 
 
 def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
-    """Write batches of (position, tokens) to both splits; yield the tokens in all after each batch.
-
-    A document is for validation while that has no more than its share of the tokens so far.
-    """
+    """Write batches of (position, tokens) to both splits; yield the tokens in all after each."""
     args, progress, count = writer.args, writer.progress, writer.count
     on_disk = progress["written"]  # tokens that an earlier run wrote of the document in work
     for batch in batches:
@@ -517,9 +536,7 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
             if total == args.max_tokens:
                 return
             if position not in (None, progress["position"]):
-                wanted = args.part == 0 and count["val"] < args.val_tokens
-                split = "val" if wanted and count["val"] <= args.val_share * total else "train"
-                progress.update(position=position, written=0, split=split)
+                progress.update(position=position, written=0)
                 progress["documents"] += 1
             new, on_disk = tokens[on_disk:], max(0, on_disk - len(tokens))
             writer.write(new[: args.max_tokens and args.max_tokens - total])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -198,21 +199,33 @@ def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) 
 
 @settings(exact, max_examples=40)
 @given(data=st.data())
-def test_a_share_of_whole_documents_is_validation(data, tmp_path_factory) -> None:
-    """Both splits are of whole documents, in order, and together they are all of them."""
+def test_a_share_is_validation_of_whole_documents_or_pieces_of_long_ones(
+    data, tmp_path_factory
+) -> None:
+    """Both splits are in order, and together they are all there is. Three books, the first a
+    licence, are validated on all three."""
     lengths = data.draw(st.lists(st.integers(0, 60), min_size=2, max_size=40), "lengths")
     texts = [chr(48 + k) * n for k, n in enumerate(lengths)]  # each of its own character
     share = data.draw(st.sampled_from([0.0, 0.05, 0.1, 0.5]), "share")
     folder = tmp_path_factory.mktemp("share")
     files = write_jsonl(folder / "docs.jsonl", texts)
-    build(files, folder / "out", "--val_share", share, "--shard_size", 50, "--val_tokens", 10**6)
+    piece = data.draw(st.sampled_from([7, 20, 1000]), "piece")
+    options = ["--val_share", share, "--shard_size", 50, "--val_tokens", 10**6]
+    with mock.patch.object(fineweb, "PIECE", piece):
+        build(files, folder / "out", *options)
 
-    val, total, splits = 0, 0, {"val": [], "train": []}
+    splits = {"val": [], "train": []}
     for text in texts:
-        splits["val" if val <= share * total else "train"].append(text)
-        val, total = len(to_tokens(splits["val"])), total + len(text) + 1
-    for split, those in splits.items():
-        assert read_split(folder / "out", split) == to_tokens(those)
+        tokens = to_tokens([text])
+        for start in range(0, len(tokens), piece):
+            val, total = len(splits["val"]), len(splits["val"]) + len(splits["train"])
+            split = "val" if val + piece <= share * (total + piece) else "train"
+            splits[split] += tokens[start : start + piece]
+    if share and not splits["val"] and len(splits["train"]) <= 50:  # all in one shard
+        n = max(1, len(splits["train"]) // 10)
+        splits = {"val": splits["train"][:n], "train": splits["train"][n:]}
+    for split, tokens in splits.items():
+        assert read_split(folder / "out", split) == tokens
 
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.txt"])
@@ -382,19 +395,19 @@ def test_hub_parts_are_slices_of_the_files(hub_folder, tmp_path, capsys) -> None
 
 
 def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path: Path) -> None:
-    """The quickstart's data: about 2 MB, whole documents, no long paragraph in both splits."""
+    """The quickstart's data: about 2 MB, no long paragraph in both splits."""
     fineweb.main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
     val, train = (
         bytes(token % 256 for token in read_split(tmp_path / "out", split)).decode()
         for split in ("val", "train")  # <|endoftext|>, 256, becomes a NUL
     )
     assert len(train) > 10**6 and 0.05 < len(val) / len(train) < 0.15
-    assert val[0] == train[0] == "\0"
+    assert train[0] == "\0" and val.count("\0") > 10
     paragraphs = {p for p in val.replace("\0", "\n\n").split("\n\n") if len(p) >= 60}
     assert not paragraphs & set(train.replace("\0", "\n\n").split("\n\n"))
     meta = json.loads((tmp_path / "out" / "meta.json").read_text())
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
-    assert sorted(meta["shards"]) == ["pydocs_train_000001.npy", "pydocs_val_000000.npy"]
+    assert sorted(meta["shards"]) == ["pydocs_train_000000.npy", "pydocs_val_000001.npy"]
 
 
 def test_importing_does_nothing_and_is_cheap() -> None:
