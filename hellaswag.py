@@ -88,7 +88,7 @@ def iterate_examples(path: str | Path = "val") -> Iterator[dict]:
     Raises ValueError naming the line that is not one.
     """
     path = fetch() if str(path) == "val" else Path(path)
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 example = json.loads(line)

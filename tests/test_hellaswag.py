@@ -267,6 +267,9 @@ def test_a_broken_line_is_named_in_one_line(line, tmp_path, capsys):
     assert run_cli(*where, "--data", path) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "raw.jsonl, line 4: " in err, err
+    (tmp_path / "raw.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
+    assert run_cli(*where, "--data", tmp_path / "raw.jsonl.xz") == 2
+    assert "raw.jsonl.xz, line 1: not an example" in capsys.readouterr().err
     assert run_cli(*where, "--data", tmp_path / "nowhere") == 2
     assert "no file" in capsys.readouterr().err
 
