@@ -397,6 +397,13 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     return {path.name: read_shard(path) for path in sorted(paths)}
 
 
+def summarize(shards: dict[str, np.ndarray]) -> str:
+    """Return what the data is, in words, the same for the same names and sizes: for resume."""
+    sizes = {name: len(tokens) for name, tokens in shards.items()}
+    crc = crc32(repr(list(sizes.items())).encode())
+    return f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {crc:08x}"
+
+
 @lru_cache(maxsize=8)
 def permutation(n: int, *key: int | None) -> np.ndarray:
     """Return an order of range(n), a function of n and key alone; a seed of None leaves it be."""
@@ -415,13 +422,10 @@ class DataLoaderLite:
         self.B, self.T, self.process_rank, self.num_processes = B, T, process_rank, num_processes
         self.names, self.shards = list(shards), list(shards.values())
         self.vocab_size, self.seed, self.device = vocab_size, seed, device
-        sizes = [len(tokens) for tokens in self.shards]
-        crc = crc32(repr(list(zip(self.names, sizes, strict=True))).encode())
-        self.summary = f"{sum(sizes):,} tokens in {len(sizes)} shards, {crc:08x}"  # for resume
-        self.counts = np.array([max(0, size - 1) // T for size in sizes])
+        self.counts = np.array([max(0, len(tokens) - 1) // T for tokens in self.shards])
         self.windows = int(self.counts.sum())  # in an epoch
         what = f"{self.names[0]} has not T + 1 = {T + 1} tokens"
-        require(self.windows > 0, f"{what}: a shorter --seq_len?")
+        require(self.windows > 0, f"{what}: more text, or a shorter --seq_len")
         self.scanned = set()
         self.worker = ThreadPoolExecutor(1)  # has the next batch ready before the GPU asks
         self.reset()
@@ -672,8 +676,6 @@ def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, 
     there = checkpoint["args"] | checkpoint["config"] | {"data": checkpoint["data"]}
     differ = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
     require(not differ, f"--resume: {args.log_dir} holds another run: {'; '.join(differ)}")
-    step, steps = checkpoint["step"], args.max_steps
-    require(step <= steps, f"--resume: {args.log_dir} is at step {step}, beyond max_steps {steps}")
 
 
 # -----------------------------------------------------------------------------
@@ -687,8 +689,13 @@ def load_source(name: str) -> dict:
     """Return config, model (its weights) and args (model, seq_len) of what --init_from names: one
     of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, one of our checkpoints or the
     log_dir with it, of which the newest counts."""
-    newest = list_checkpoints(name)[-1:]
-    if newest or not (name in HUGGING_FACE or Path(name).is_dir() or name.endswith(".bin")):
+    newest, what = (
+        list_checkpoints(name)[-1:],
+        f"{name} is no checkpoint, holds none and is none of",
+    )
+    foreign = name in HUGGING_FACE or name.endswith(".bin") or Path(name, "config.json").is_file()
+    require(foreign or newest or Path(name).is_file(), f"{what} {', '.join(HUGGING_FACE)}")
+    if not foreign:
         return load_checkpoint(newest[0] if newest else name)
     shape, V, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(V)  # which these formats do not name
@@ -836,6 +843,8 @@ def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
 def use(args: argparse.Namespace, run: Run) -> int:
     """Sample from the model of --init_from, or write it in another format; the exit status is 0."""
     require(args.init_from != "scratch", "--sample and --export need a model: --init_from")
+    is_file = bool(args.export_hf) and Path(args.export_hf).is_file()
+    require(not is_file, f"--export_hf {args.export_hf} is a file, expected a folder or a new name")
     source = load_source(args.init_from)
     model = GPT.from_pretrained(source)
     if args.export_hf:
@@ -925,7 +934,7 @@ def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tupl
     return config, source
 
 
-def describe(args: argparse.Namespace, model: GPT, loader, val_windows: int, run: Run) -> list[str]:
+def describe(args, model: GPT, data: str, loader, val_windows: int, run: Run) -> list[str]:
     """Return the lines that a run starts with."""
     B, T, world, context = args.batch_size, args.seq_len, run.world_size, model.config.block_size
     device = f"{run.device.type.upper()}, {torch.get_num_threads()} threads"
@@ -936,7 +945,7 @@ def describe(args: argparse.Namespace, model: GPT, loader, val_windows: int, run
     lines = [
         f"device | {world} x {device}, {run.dtype}, compile {'on' if run.compile else 'off'}",
         f"model  | {args.model}, {parameters:,} parameters",
-        f"data   | {args.data_dir}: {loader.summary}; validation on {val_windows * T:,}{val_all}",
+        f"data   | {args.data_dir}: {data}; validation on {val_windows * T:,}{val_all}",
         f"batch  | {args.total_batch_size:,} tokens = B {B} x T {T} x {world} processes x "
         f"{args.total_batch_size // (B * T * world)} micro-steps",
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; {args.warmup_steps} of warmup to "
@@ -979,6 +988,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
     val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
     checkpoint = find_checkpoint(args, run)
     config, source = choose_model(args, meta, checkpoint)
+    data = summarize(train_shards)
+    if checkpoint:
+        check_resume(checkpoint, config, args, data)
     if args.sample_every:
         fineweb.get_tokenizer(config.tokenizer)  # not to be had: now, not after 250 steps
 
@@ -1003,8 +1015,9 @@ def train(args: argparse.Namespace, run: Run) -> int:
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
     start, val_loss = checkpoint.get("step", 0), checkpoint.get("val_loss")
     loss_window, norm_window = checkpoint.get("loss_window", []), checkpoint.get("norm_window", [])
+    beyond = f"{args.log_dir} is at step {start}, beyond max_steps {args.max_steps}"
+    require(start <= args.max_steps, f"--resume: {beyond}")
     if checkpoint:
-        check_resume(checkpoint, config, args, train_loader.summary)
         dcp.set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
         if checkpoint["scaler"]:  # {} where that run had none
             scaler.load_state_dict(checkpoint["scaler"])
@@ -1013,7 +1026,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
         raw_model.load_state_dict(source["model"])
 
     def save(step: int) -> None:
-        rest = {"step": step, "position": train_loader.position, "data": train_loader.summary}
+        rest = {"step": step, "position": train_loader.position, "data": data}
         rest |= {"loss_window": loss_window, "norm_window": norm_window, "val_loss": val_loss}
         rest |= {"scaler": scaler.state_dict(), "config": asdict(config), "args": vars(args)}
         path = Path(args.log_dir) / f"model_{step:05d}.pt"
@@ -1024,7 +1037,7 @@ def train(args: argparse.Namespace, run: Run) -> int:
 
     log = Log(args, start, run)
     peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
-    run.print(*describe(args, raw_model, train_loader, val_windows, run))
+    run.print(*describe(args, raw_model, data, train_loader, val_windows, run))
     signals, skipped, times = catch_signals(run), 0, []
     t0 = time.perf_counter()
     for step in range(start, args.max_steps + 1):
@@ -1095,14 +1108,16 @@ def train(args: argparse.Namespace, run: Run) -> int:
             run.print(f"time to go, evaluation apart: {left}")
         if stop:
             save(step + 1)
+            run.print("to go on: the same command, with --resume")
             return 128 + signals[0] if signals else 0
 
     unit = "byte" if config.tokenizer == "bytes" else "token"
     result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
     run.print(f"done: log in {Path(args.log_dir) / 'log.txt'}{result}")
     if list_checkpoints(args.log_dir):
-        command = f"--sample --init_from {args.log_dir} --temperature {args.temperature:g}"
-        run.print(f'next: python train_gpt2.py {command} --prompt "{args.prompt}"')
+        command = f'--sample --init_from {args.log_dir} --seed 1 --prompt "{args.prompt}"'
+        command += f" --temperature {args.temperature:g} --max_new_tokens {args.max_new_tokens}"
+        run.print(f"next: python train_gpt2.py {command}")
     return 0
 
 
@@ -1112,8 +1127,8 @@ def train(args: argparse.Namespace, run: Run) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 48,
-    "total_batch_size": 768, "max_steps": 1800, "max_lr": 4e-3, "val_every": 450,
-    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 900, "prompt": "Return ",
+    "total_batch_size": 768, "max_steps": 1600, "max_lr": 4e-3, "val_every": 400,
+    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 800, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
@@ -1146,7 +1161,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     dtypes = ("auto", "bfloat16", "float16", "tf32", "float32")
     add("--dtype", default="auto", choices=dtypes, help=f"of the matrix products {d}")
     add("--compile", help="(default: on for CUDA)", **on_off)
-    add("--recompute", default=False, help="activations twice, to save their memory", **on_off)
+    add("--recompute", default=False, help="activations again in the backward pass", **on_off)
     add("--val_every", type=int, default=250, help=f"steps, 0: never {d}")
     add("--val_tokens", type=int, default=20 * 2**19, help=f"of the val split {d}")
     add("--hellaswag_every", type=int, help="steps, 0: never (default: 250, on a CPU 0)")
@@ -1177,8 +1192,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
         valid = isinstance(value, str | None) or value >= least
         require(valid, f"{flag} is {value}, expected at least {least}")
-    own_folder = args.quickstart and args.log_dir == QUICKSTART["log_dir"]
-    args.overwrite |= own_folder and not args.resume
+    own = all(getattr(args, flag) == QUICKSTART[flag] for flag in ("data_dir", "log_dir"))
+    args.overwrite |= args.quickstart and own and not args.resume
     require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
     return args
 
@@ -1194,9 +1209,9 @@ def main(argv: list[str] | None = None) -> None:
             run.mean(torch.zeros((), device=run.device))  # the other processes wait
         using = args.sample or args.export_hf or args.export_llmc
         status = use(args, run) if using else train(args, run)
-    except (ValueError, ConnectionError) as error:  # what the user can put right, in one line
+    except (ValueError, ConnectionError, FileNotFoundError) as error:  # for the user to put right
         status, line = 2, error
-    except FloatingPointError as error:
+    except (FloatingPointError, OSError) as error:
         status, line = 1, error
     except torch.OutOfMemoryError as error:
         status, line = 1, f"{error} A smaller --batch_size or --recompute needs less memory."

@@ -71,7 +71,9 @@ BAD = {
     "zero": (None, ["--seq_len", 0], "seq_len is 0"),
     "negative": (None, ["--max_steps", -1], "max_steps is -1"),
     "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs: not allowed with argument --max_steps"),
-    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt cannot be read"),
+    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is no checkpoint.*gpt2-xl"),
+    "a folder of none": (None, ["--init_from", "data"], "data is no checkpoint"),
+    "export over a file": (None, ["--init_from", "gpt2", "--export_hf", __file__], "is a file"),
     "no such device": (None, ["--device", "cuda:7"], "cuda:7 is not here|finds no GPU"),
     "nonsense device": (None, ["--device", "gpu"], "device gpu"),
     "sample of nothing": (None, ["--sample"], "--init_from"),
@@ -147,6 +149,8 @@ def test_sample_writes_from_a_checkpoint(tmp_path, capsys):
     flags = [path.parent if flag == path else flag for flag in flags]
     assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
     assert capsys.readouterr().out == first, "a folder stands for its newest checkpoint"
+    nowhere = ["--export_llmc", tmp_path / "no" / "model.bin"]
+    assert run_main("--init_from", path, *nowhere) == 2 and "/no/" in capsys.readouterr().err
 
 
 def test_help_names_every_flag_with_its_default(capsys):
@@ -193,8 +197,7 @@ def test_a_run_that_makes_little_sense_says_so(tmp_path, capsys):
     train_gpt2.fill_schedule(args, windows=1)
     with torch.device("meta"):
         model = train_gpt2.GPT(train_gpt2.GPTConfig())
-    loader = Namespace(windows=10**7, summary="")
-    *_, warning = train_gpt2.describe(args, model, loader, 10240, run)
+    *_, warning = train_gpt2.describe(args, model, "", Namespace(windows=10**7), 10240, run)
     assert warning.startswith("warning: a CPU needs 86 days"), "6 * 124.5M * 1e10 / 1e12 FLOP/s"
 
 
