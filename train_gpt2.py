@@ -960,9 +960,7 @@ def describe(args, model: GPT, data: str, loader, val_windows: int, run: Run) ->
         lines.append(f"warning: {share} a step; a smaller --total_batch_size makes more of them")
     days = 6 * parameters * args.max_steps * args.total_batch_size / 1e12 / 86400  # at 1 TFLOP/s
     if run.device.type == "cpu" and days > 1:
-        lines.append(
-            f"warning: a CPU needs {days:.0f} days or more for this; --quickstart does not"
-        )
+        lines.append(f"warning: {days:.0f} days or more on a CPU; --quickstart takes two minutes")
     return lines
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import train_gpt2
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data"))
 

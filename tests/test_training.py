@@ -190,10 +190,18 @@ def test_validation_is_over_the_same_tokens_whatever_b_and_world(shards, world, 
 # going on
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, dtype):
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.parametrize("device, dtype", [
+    ("cpu", "float32"), ("cpu", "float16"),
+    pytest.param("cuda", "bfloat16", marks=[pytest.mark.cuda, no_gpu]),
+    pytest.param("cuda", "float16", marks=[pytest.mark.cuda, no_gpu]),
+])  # fmt: skip
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, device, dtype):
     """Anything the next step depends on that a checkpoint leaves out: the scaler, a window, a cursor."""
-    flags = ("--max_steps", 9, "--save_every", 3, "--batch_size", 4, "--dtype", dtype)
+    flags = ("--max_steps", 9, "--save_every", 3, "--batch_size", 4)
+    flags += ("--device", device, "--dtype", dtype)
     unbroken = train(tmp_path / "a", shards, *flags)
     half = train(tmp_path / "b", shards, *flags)
     for step in (6, 9):
@@ -201,7 +209,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, dtype):
     resumed = train(tmp_path / "b", shards, *flags, "--resume")
     assert unbroken == half == resumed
     assert_same_weights(weights(tmp_path / "a", 9), weights(tmp_path / "b", 9))
-    a, b = (torch.load(tmp_path / x / "model_00009.pt") for x in "ab")
+    a, b = (torch.load(tmp_path / x / "model_00009.pt", map_location="cpu") for x in "ab")
     for key in ("scaler", "loss_window", "norm_window", "position", "step", "val_loss", "data"):
         assert a[key] == b[key], key
     assert (a["scaler"]["scale"] > 1) if dtype == "float16" else (a["scaler"] == {})
