@@ -30,6 +30,7 @@ import lzma
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -52,7 +53,7 @@ OPTIONS = ("text_key", "shard_size", "val_tokens", "val_share", "max_tokens", "f
 CHARS_PER_TOKEN = {"gpt2": 4.5, "bytes": 1.0}  # of English, to estimate with
 TABLE_ROWS = 256  # rows of a table read at once: ~1 MB of FineWeb
 SEGMENT_CHARS = 2**17  # longer documents are encoded in segments of about this many characters
-PIECE = 2**13  # tokens: a document longer than this is shared out between train and val in pieces
+PIECE = 2**13  # tokens: a document longer than this is dealt to train and val in pieces of as many
 BATCH_CHARS = 2**19  # characters sent to a worker at once: ~0.05 s of its time
 
 # a document: its row in its file, its text in blocks (a file larger than memory can be a document)
@@ -421,9 +422,10 @@ class ShardWriter:
     """Appends tokens to the open shard of each split, and keeps meta.json in step with the disk.
 
     meta["progress"] is a snapshot of the moment when the last shard was finished: the `position` of
-    the document in work, how many of its tokens were `written`, and its `split`; `documents` and
-    `tokens` so far; and the `open` shards, whose .tmp files have at least the tokens named there.
-    From it a killed run continues as if it had not been.
+    the document in work and how many of its tokens were `written`; the `split` of the piece in work
+    and how many tokens are `left` in it; `documents` and `tokens` so far; and the `open` shards,
+    whose .tmp files have at least the tokens named there. From it a killed run continues as if it
+    had not been.
     """
 
     def __init__(self, args: argparse.Namespace, meta: dict) -> None:
@@ -454,18 +456,23 @@ class ShardWriter:
         self.progress["open"][split][1] += len(tokens)
         self.count[split] += len(tokens)
 
-    def choose_split(self) -> str:
-        """Return "val" where one more piece leaves it within its share, else "train"."""
-        wanted = self.args.part == 0 and self.count["val"] < self.args.val_tokens
-        share = self.args.val_share * (sum(self.count.values()) + PIECE)
-        return "val" if wanted and self.count["val"] + PIECE <= share else "train"
+    def begin_piece(self) -> None:
+        """Choose the split of the next piece: val while that has no more than its share.
+
+        A piece is a document, or PIECE tokens of a longer one; less where all before is not much,
+        so that val has about its share of a corpus of any size.
+        """
+        args, total = self.args, sum(self.count.values())
+        wanted = args.part == 0 and self.count["val"] < args.val_tokens and args.val_share > 0
+        behind = self.count["val"] <= args.val_share * total
+        self.progress["split"] = "val" if wanted and behind else "train"
+        self.progress["left"] = min(PIECE, max(16, total // 32))
 
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens of the document in work; a full shard is finished when more is to come."""
         while len(tokens):
-            left = PIECE - self.progress["written"] % PIECE
-            if left == PIECE:
-                self.progress["split"] = self.choose_split()
+            if self.progress["left"] == 0:
+                self.begin_piece()
             split = self.progress["split"]
             room = self.args.shard_size - self.progress["open"].get(split, ["", 0])[1]
             if split == "val":
@@ -475,10 +482,11 @@ class ShardWriter:
                     self.progress["split"] = "train"  # in the middle of a document, if need be
                 self.finish(split)
                 continue
-            room = min(room, left)
-            self.append(split, tokens[:room])
-            self.progress["written"] += len(tokens[:room])
-            tokens = tokens[room:]
+            new = tokens[: min(room, self.progress["left"])]
+            self.append(split, new)
+            self.progress["written"] += len(new)
+            self.progress["left"] -= len(new)
+            tokens = tokens[len(new) :]
 
     def finish(self, split: str) -> None:
         """Make the split's shard final: its bytes on the disk, its line in meta.json, its name.
@@ -499,18 +507,14 @@ class ShardWriter:
         rename(path + ".tmp", path)
 
     def finish_all(self) -> None:
-        """Finish the last shards. A small corpus, still in one, gives its first tenth to val."""
-        wanted = self.args.part == 0 and self.args.val_share * self.args.val_tokens > 0
-        if wanted and len(self.files) == 1 and not self.meta["shards"]:
-            [(split, file)] = self.files.items()
-            file.seek(self.measure(0))
-            tokens = np.frombuffer(file.read(), dtype="<u2")
-            file.truncate(self.measure(0))
-            file.seek(self.measure(0))
-            self.count[split] = self.progress["open"][split][1] = 0
-            n = min(max(1, len(tokens) // 10), self.args.val_tokens)
-            self.append("val", tokens[:n])
-            self.append("train", tokens[n:])
+        """Finish the last shards. A corpus that ended within validation gives a tenth of itself."""
+        if self.count["train"] == 0 and self.count["val"] > 1 and not self.meta["shards"]:
+            kept, file = max(1, self.count["val"] // 10), self.files["val"]
+            file.seek(self.measure(kept))
+            rest = np.frombuffer(file.read(), dtype="<u2")
+            file.truncate(self.measure(kept))
+            self.count["val"] = self.progress["open"]["val"][1] = kept
+            self.append("train", rest)
         if self.count["train"] == 0:
             found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
             raise ValueError(f"{found}: take more documents, or lower --val_tokens")
@@ -536,7 +540,7 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
             if total == args.max_tokens:
                 return
             if position not in (None, progress["position"]):
-                progress.update(position=position, written=0)
+                progress.update(position=position, written=0, left=0)
                 progress["documents"] += 1
             new, on_disk = tokens[on_disk:], max(0, on_disk - len(tokens))
             writer.write(new[: args.max_tokens and args.max_tokens - total])
@@ -598,7 +602,7 @@ def find_meta(args: argparse.Namespace) -> dict:
     Raises ValueError where the folder holds what is neither this run's nor a sister part's.
     """
     enc = get_tokenizer(args.tokenizer)
-    progress = {"position": None, "written": 0, "split": None, "documents": 0}
+    progress = {"position": None, "written": 0, "split": None, "left": 0, "documents": 0}
     new = {
         "tokenizer": args.tokenizer,
         "vocab_size": enc.n_vocab,
@@ -727,17 +731,22 @@ def build(args: argparse.Namespace) -> None:
     print(f"{meta['progress']['documents']:,} documents{rate}")
 
 
-def suggest_flags(folder: str) -> str:
-    """Return train_gpt2.py's flags for a folder: defaults are for 10B tokens, not for a book."""
+def suggest(folder: str) -> str:
+    """Return the next command: train_gpt2.py's defaults are for 10B tokens, not for a book."""
     metas, shards, _ = load_metas(folder)
-    tokens = sum(shard["tokens"] for name, shard in shards.items() if "_train_" in name)
-    flags, log_dir = f"--data_dir {folder}", f"--log_dir log/{os.path.basename(folder)}"
+    tokens = {"train": 0, "val": 0}
+    for name, shard in shards.items():
+        tokens["train" if "_train_" in name else "val"] += shard["tokens"]
+    if tokens["train"] < 2000:
+        return f"{tokens['train']:,} tokens teach nothing: more text is needed"
+    flags = f"--data_dir {shlex.quote(folder)}"
+    log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(folder))))
     if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
-        return f'--quickstart {flags} {log_dir} --prompt "The "'
-    if tokens < 10**8:
-        batch = "--seq_len 256 --total_batch_size 16384"
-        return f"{flags} --model d6 {batch} --epochs 4 {log_dir}"
-    return flags
+        flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
+    elif tokens["train"] < 10**8:
+        flags += " --model d6 --seq_len 256 --total_batch_size 16384 --epochs 4"
+        flags += f" --log_dir {log_dir}"
+    return f"next: python train_gpt2.py {flags}{'' if tokens['val'] else ' --val_every 0'}"
 
 
 def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int | None:
@@ -749,7 +758,9 @@ def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int |
     expected = min(filter(None, tokens), default=None)
     rest = max(0, (expected or 0) - sum(meta["progress"]["tokens"].values()))
     minutes = rest / (2.5e6 * args.workers) / 60  # ~2.5M tokens/s a core of GPT-2's BPE
-    size = f"about {rest / 1e6:,.1f}M tokens if English, {2 * rest / 1e6:,.1f} MB of disk"  # uint16
+    size = f"about {rest:,} tokens if English"
+    if rest > 1e6:  # uint16: 2 bytes a token
+        size = f"about {rest / 1e6:,.1f}M tokens if English, {2 * rest / 1e6:,.1f} MB of disk"
     size += "" if args.streaming else " besides the copy in HF_HOME"
     size += f", {minutes:.0f} minutes if the source keeps up" if minutes > 1 else ""
     print(f"{meta['source']}: {size if expected else 'of unknown size, 2 bytes of disk a token'}")
@@ -783,9 +794,15 @@ def show_progress(writer: ShardWriter, totals: Iterator[int], expected: int | No
     return f", {rate / 1e6:.2f}M tokens/s on {workers} workers once started"
 
 
+def refuse(message: str) -> None:
+    """Raise ValueError: what argparse finds wrong is one line too."""
+    raise ValueError(f"{message}; --help lists the options")
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = refuse
     add = parser.add_argument
     add("--dataset", help=f"hub name or folder (default {FINEWEB_EDU}), or pydocs")
     add("--name", help="a configuration of it (default for FineWeb sample-10BT)")
@@ -866,7 +883,7 @@ def main(argv: list[str] | None = None) -> None:
         if argv is None and args.parts > 1:
             print(f"when all parts are done: python fineweb.py --merge --out {args.out}")
         elif argv is None:
-            print(f"next: python train_gpt2.py {suggest_flags(args.out)}")
+            print(suggest(args.out))
     except (ValueError, FileNotFoundError) as error:
         status, line = 2, str(error)
     except OSError as error:

@@ -341,6 +341,7 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line that the top of this file shows."""
+    import fineweb
     import train_gpt2
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
@@ -355,8 +356,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--dtype", default="auto", help="as train_gpt2.py's (default: %(default)s)")
     add("--data", help="the validation file (default: downloaded once)")
     add("-n", "--examples", type=int, default=10**9, help="the first so many (default: all)")
-    args, status = parser.parse_args(argv), 0
+    parser.error, status = fineweb.refuse, 0
     try:
+        args = parser.parse_args(argv)
         run = train_gpt2.setup_run(argparse.Namespace(**vars(args), compile=False))
         model = train_gpt2.GPT.from_pretrained(args.model).to(run.device)
         if run.rank == 0:

@@ -21,6 +21,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
+from zipfile import is_zipfile
 from zlib import crc32
 
 import numpy as np
@@ -645,6 +647,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizer, run: Run, **rest) -
 def load_checkpoint(path: str | Path) -> dict:
     """Return a checkpoint, its tensors on the CPU. Raises ValueError if path is not a whole one."""
     with reading(path):
+        require(is_zipfile(path), "it is no checkpoint, or not a whole one")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
         return checkpoint
@@ -652,7 +655,8 @@ def load_checkpoint(path: str | Path) -> dict:
 
 def list_checkpoints(log_dir: str) -> list[Path]:
     """Return the checkpoints in log_dir, oldest first."""
-    return sorted(Path(log_dir).glob("model_*.pt"), key=lambda path: int(path.stem[6:]))
+    paths = [path for path in Path(log_dir).glob("model_*.pt") if path.stem[6:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
 def find_checkpoint(args: argparse.Namespace, run: Run) -> dict:
@@ -1113,9 +1117,11 @@ def train(args: argparse.Namespace, run: Run) -> int:
     result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
     run.print(f"done: log in {Path(args.log_dir) / 'log.txt'}{result}")
     if list_checkpoints(args.log_dir):
-        command = f'--sample --init_from {args.log_dir} --seed 1 --prompt "{args.prompt}"'
-        command += f" --temperature {args.temperature:g} --max_new_tokens {args.max_new_tokens}"
-        run.print(f"next: python train_gpt2.py {command}")
+        usual, command = parse_args([]), ["--sample", "--init_from", args.log_dir, "--seed", "1"]
+        for flag in ("prompt", "temperature", "max_new_tokens"):
+            if getattr(args, flag) != getattr(usual, flag):
+                command += [f"--{flag}", str(getattr(args, flag))]
+        run.print(f"next: python train_gpt2.py {shlex.join(command)}")
     return 0
 
 
@@ -1167,7 +1173,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--save_every", type=int, default=5000, help=f"steps, 0: never {d}")
     add("--keep", type=int, default=0, help=f"keep the newest checkpoints only, 0: all {d}")
     add("--resume", default=False, help="go on from log_dir's newest checkpoint, if any", **on_off)
-    add("--overwrite", default=False, help="delete the run in log_dir", **on_off)
+    add("--overwrite", help="delete the run in log_dir", **on_off)
     add("--overfit_one_batch", action="store_true", help="the first one, for debugging")
     add("--skip_loss_z", type=float, default=0, help=f"skip losses so many deviations up {d}")
     add("--skip_grad_z", type=float, default=0, help=f"the same for the gradient norm {d}")
@@ -1190,8 +1196,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
         valid = isinstance(value, str | None) or value >= least
         require(valid, f"{flag} is {value}, expected at least {least}")
-    own = all(getattr(args, flag) == QUICKSTART[flag] for flag in ("data_dir", "log_dir"))
-    args.overwrite |= args.quickstart and own and not args.resume
+    own = args.quickstart and Path(args.log_dir) == Path(QUICKSTART["log_dir"])
+    other = Path(args.data_dir) != Path(QUICKSTART["data_dir"])
+    require(not (own and other), "--quickstart with other data needs another --log_dir")
+    args.overwrite = own and not args.resume if args.overwrite is None else args.overwrite
     require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
     return args
 
@@ -1201,7 +1209,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parse_args(sys.argv[1:] if argv is None else argv)
         run = setup_run(args)
-        if args.quickstart and args.data_dir == QUICKSTART["data_dir"]:
+        if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
             if run.rank == 0:  # goes on where it was interrupted; when all is there, only says so
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
             run.mean(torch.zeros((), device=run.device))  # the other processes wait

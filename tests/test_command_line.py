@@ -72,6 +72,7 @@ BAD = {
     "negative": (None, ["--max_steps", -1], "max_steps is -1"),
     "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs: not allowed with argument --max_steps"),
     "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is no checkpoint.*gpt2-xl"),
+    "no checkpoint at all": (None, ["--init_from", __file__], "no checkpoint, or not a whole one"),
     "a folder of none": (None, ["--init_from", "data"], "data is no checkpoint"),
     "export over a file": (None, ["--init_from", "gpt2", "--export_hf", __file__], "is a file"),
     "no such device": (None, ["--device", "cuda:7"], "cuda:7 is not here|finds no GPU"),
@@ -180,6 +181,10 @@ def test_the_quickstart_replaces_its_own_run_and_no_other():
     assert train_gpt2.parse_args(["--quickstart"]).overwrite
     assert not train_gpt2.parse_args(["--quickstart", "--resume"]).overwrite
     assert not train_gpt2.parse_args(["--quickstart", "--log_dir", "log/mine"]).overwrite
+    assert not train_gpt2.parse_args(["--quickstart", "--no-overwrite"]).overwrite
+    assert train_gpt2.parse_args(["--quickstart", "--data_dir", "pydocs/"]).overwrite
+    with pytest.raises(ValueError, match="another --log_dir"):  # or the next one would delete it
+        train_gpt2.parse_args(["--quickstart", "--data_dir", "mine"])
     assert not train_gpt2.parse_args([]).overwrite
 
 
