@@ -693,14 +693,12 @@ def load_source(name: str) -> dict:
     """Return config, model (its weights) and args (model, seq_len) of what --init_from names: one
     of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, one of our checkpoints or the
     log_dir with it, of which the newest counts."""
-    newest, what = (
-        list_checkpoints(name)[-1:],
-        f"{name} is no checkpoint, holds none and is none of",
-    )
     foreign = name in HUGGING_FACE or name.endswith(".bin") or Path(name, "config.json").is_file()
-    require(foreign or newest or Path(name).is_file(), f"{what} {', '.join(HUGGING_FACE)}")
     if not foreign:
-        return load_checkpoint(newest[0] if newest else name)
+        path = [Path(name), *list_checkpoints(name)][-1]
+        what = f"{name} is no checkpoint, holds none and is none of"
+        require(path.is_file(), f"{what} {', '.join(HUGGING_FACE)}")
+        return load_checkpoint(path)
     shape, V, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(V)  # which these formats do not name
     require(tokenizer is not None, f"{name} has a vocabulary of {V}, expected GPT-2's 50257")
