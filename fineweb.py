@@ -38,7 +38,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 import tiktoken
@@ -63,6 +65,49 @@ Document = tuple[int, Iterable[str]]
 Source = tuple[list[str], Callable[[int, int], Iterator[Document]], object, float | None]
 # what is encoded: [file, row] of the document that begins here, None where one goes on; its text
 Segment = tuple[list[int] | None, str]
+
+
+# --------------------------------------------------------------------------------------------------
+# what the three scripts share
+
+
+class UserError(ValueError):
+    """A mistake that the user can put right.
+
+    The command lines print its message as one line and exit with status 2. The message says what
+    was found, what was expected, and what to run. Every other exception is a traceback.
+    """
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise UserError with the message unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def refuse_arguments(message: str) -> NoReturn:
+    """Raise UserError for what argparse finds wrong. A parser takes this as its `error` method."""
+    raise UserError(f"{message}; --help lists the flags")
+
+
+@contextmanager
+def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a binary file for writing that appears under its name only once it is whole.
+
+    The bytes go to a temporary file, which is flushed to the disk and then renamed, so that a
+    reader finds the old file or the new one and never a part. Where writing fails, the temporary
+    file is removed and the old file stays.
+    """
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        rename(temporary, str(path))
+    finally:
+        with suppress(FileNotFoundError):  # it has been renamed
+            os.remove(temporary)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -571,11 +616,8 @@ def rename(old: str, new: str) -> None:
 
 def save_meta(path: str, meta: dict) -> None:
     """Write a meta.json, whole or not at all."""
-    with open(path + ".tmp", "w", encoding="utf-8") as file:
-        json.dump(meta, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    rename(path + ".tmp", path)
+    with atomic_write(path) as file:
+        file.write(json.dumps(meta, indent=1).encode())
 
 
 def load_metas(folder: str) -> tuple[dict[str, dict], dict[str, dict], list[str]]:
@@ -794,15 +836,10 @@ def show_progress(writer: ShardWriter, totals: Iterator[int], expected: int | No
     return f", {rate / 1e6:.2f}M tokens/s on {workers} workers once started"
 
 
-def refuse(message: str) -> None:
-    """Raise ValueError: what argparse finds wrong is one line too."""
-    raise ValueError(f"{message}; --help lists the options")
-
-
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = refuse
+    parser.error = refuse_arguments
     add = parser.add_argument
     add("--dataset", help=f"hub name or folder (default {FINEWEB_EDU}), or pydocs")
     add("--name", help="a configuration of it (default for FineWeb sample-10BT)")

@@ -356,7 +356,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--dtype", default="auto", help="as train_gpt2.py's (default: %(default)s)")
     add("--data", help="the validation file (default: downloaded once)")
     add("-n", "--examples", type=int, default=10**9, help="the first so many (default: all)")
-    parser.error, status = fineweb.refuse, 0
+    parser.error, status = fineweb.refuse_arguments, 0
     try:
         args = parser.parse_args(argv)
         run = train_gpt2.setup_run(argparse.Namespace(**vars(args), compile=False))
