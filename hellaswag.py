@@ -1,22 +1,24 @@
 """
-HellaSwag: four endings for a text, one of them right; which does a model find likeliest?
+HellaSwag: which of four endings of a text does a model find most likely?
 
     python hellaswag.py -m gpt2 -d cuda                 GPT-2 124M from Hugging Face
     python hellaswag.py -m log/model_19073.pt           a checkpoint of train_gpt2.py
     torchrun --nproc_per_node=8 hellaswag.py -m gpt2-xl
 
-Chance is 0.25, people reach 0.95. Two conventions are in use, whose numbers do not compare:
+Guessing scores 0.25, people score 0.95. Two conventions are in use. Their numbers differ and must
+not be compared with each other:
 
-    build-nanogpt  the context as it is, context and " " + ending encoded apart; acc_norm is the
-                   lowest mean loss per token. GPT-2 124M: acc 0.2859, acc_norm 0.2955; XL: 0.3842,
-                   0.4893. Its acc_norm is what train_gpt2.py logs as `hella`.
-    harness        EleutherAI's lm-evaluation-harness: the activity before the context, marks like
-                   [header] removed, the whole text encoded at once and split where the context
-                   ends; acc_norm is the highest probability per character. GPT-2 124M: 0.2892,
-                   0.3114; XL: 0.4004, 0.5089.
+    build-nanogpt  The context is taken as it is, and context and " " + ending are encoded
+                   separately. acc_norm chooses the ending with the lowest mean loss per token.
+                   GPT-2 124M: acc 0.2859, acc_norm 0.2955; XL: 0.3842, 0.4893. This acc_norm is
+                   what train_gpt2.py logs as `hella`.
+    harness        EleutherAI's lm-evaluation-harness puts the activity before the context, removes
+                   marks like [header], encodes the whole text at once and splits it where the
+                   context ends. acc_norm chooses the highest probability per character.
+                   GPT-2 124M: 0.2892, 0.3114; XL: 0.4004, 0.5089.
 
-In order: the data, the two conventions, batches, scoring, command line.
-Source: Zellers et al. 2019, arXiv:1905.07830. 10,042 validation examples.
+The file holds, in this order, the data, the two conventions, the scoring and the command line.
+Source: Zellers et al. 2019, arXiv:1905.07830. There are 10,042 validation examples.
 """
 
 import argparse
@@ -24,11 +26,9 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 import sys
 import urllib.request
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,62 +42,75 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+import fineweb
+from fineweb import UserError, atomic_write, require
+
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 CONVENTIONS = ("build-nanogpt", "harness")
-BATCH_TOKENS = 2**14  # of a forward pass: ~2 GB of logits, at the positions of endings alone
+BATCH_TOKENS = 2**13  # tokens in a forward pass, whose logits are 0.8 GB in bfloat16
 
 # -----------------------------------------------------------------------------
 # the data
 
 
 def fetch(path: str | Path | None = None) -> Path:
-    """Return the validation file: path, or the one beside this script, which is downloaded once.
+    """Return the validation file: path, or the file beside this script, downloaded if necessary.
 
-    Raises ConnectionError where that fails, ValueError if path is not there.
+    Raises UserError if path is not a file, and ConnectionError if the download fails.
     """
-    if path is not None and not Path(path).is_file():
-        raise ValueError(f"HellaSwag: there is no file {path}")
-    if path is not None or FILE.is_file():
-        return Path(path or FILE)
-    hint = f"put {URL} at {FILE}, or name it to hellaswag.py by --data"
+    if path is not None:
+        require(Path(path).is_file(), f"there is no HellaSwag file {path}")
+        return Path(path)
+    if FILE.is_file():
+        return FILE
+    hint = f"save {URL} as {FILE}, or pass another place to hellaswag.py with --data"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:  # seconds; raises unless 200
             data = response.read()
-    except (OSError, HTTPException) as error:  # HTTPException: fewer bytes than were announced
+    except (OSError, HTTPException) as error:  # HTTPException: fewer bytes than announced
         raise ConnectionError(f"HellaSwag cannot be downloaded ({error}): {hint}") from error
     if hashlib.sha256(data).hexdigest() != SHA256:
-        raise ConnectionError(f"HellaSwag's download, {len(data)} bytes, is not the file: {hint}")
-    FILE.parent.mkdir(exist_ok=True)
-    write_whole(FILE, data)
+        raise ConnectionError(f"the download of {len(data)} bytes is not HellaSwag: {hint}")
+    try:
+        FILE.parent.mkdir(exist_ok=True)
+        with atomic_write(FILE) as file:
+            file.write(data)
+    except OSError as error:  # a folder that this user may not write to
+        raise ConnectionError(f"HellaSwag cannot be saved ({error}): {hint}") from error
     return FILE
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that has its name only once it is whole, whoever else writes it too."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
 def iterate_examples(path: str | Path = "val") -> Iterator[dict]:
-    """Yield the examples of a .jsonl file, or of "val", the one that fetch returns.
+    """Yield the examples of a .jsonl file, or of "val", the file that fetch returns.
 
-    An example has ctx (or ctx_a, ctx_b and activity_label), endings (4 texts) and label (0 to 3).
-    Raises ValueError naming the line that is not one.
+    An example has ctx, or ctx_a and ctx_b, of which ctx is made; endings, 4 texts; label, 0 to 3;
+    and perhaps activity_label. Raises UserError naming the first line that is not an example.
     """
-    path = fetch() if str(path) == "val" else Path(path)
+    if str(path) == "val":
+        path = fetch()
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                example = json.loads(line)
-                right = len(example["endings"]) == 4 and int(example["label"]) in range(4)
-                assert right and "ctx" in example
-            except (ValueError, KeyError, TypeError, AssertionError) as error:
-                what = "not an example with ctx, 4 endings and a label"
-                raise ValueError(f"{path}, line {number}: {what} ({error!r})") from error
-            yield example
+            if line.strip():
+                yield parse_example(line, f"{path}, line {number}")
+
+
+def parse_example(line: bytes, where: str) -> dict:
+    """Return the example in a line. Raises UserError naming the place if there is none."""
+    try:
+        example = json.loads(line)
+        if "ctx" not in example:
+            example["ctx"] = f"{example['ctx_a']} {example['ctx_b']}".strip()
+        texts = [example["ctx"], *example["endings"]]
+        texts += [example[key] for key in ("ctx_a", "ctx_b", "activity_label") if key in example]
+        label = int(example["label"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{where}: not an example of HellaSwag ({error!r})") from error
+    is_example = isinstance(example["endings"], list) and len(example["endings"]) == 4
+    is_example = is_example and label in range(4) and all(isinstance(text, str) for text in texts)
+    require(is_example, f"{where}: expected a text ctx, 4 texts as endings and a label from 0 to 3")
+    return example
 
 
 # -----------------------------------------------------------------------------
@@ -106,58 +119,62 @@ def iterate_examples(path: str | Path = "val") -> Iterator[dict]:
 
 @dataclass
 class Row:
-    """One ending after its context, as tokens."""
+    """A context followed by one of the endings, as tokens."""
 
     tokens: list[int]
-    start: int  # of the ending
-    length: int  # of the ending, by which acc_norm divides: tokens, or characters
+    start: int  # index of the ending's first token
+    length: int  # of the ending, in tokens or in characters; acc_norm divides by it
 
 
 def clean(text: str) -> str:
-    """Return the text without marks of the WikiHow articles, as the harness does."""
+    """Return the text without the marks of WikiHow articles, as the harness does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def render_rows(example: dict, tokenizer: tiktoken.Encoding, convention: str) -> list[Row]:
-    """Return an example's four rows, for one of CONVENTIONS."""
+    """Return the four rows of an example by one of the CONVENTIONS."""
+    rows = []
     if convention == "build-nanogpt":
         context = tokenizer.encode_ordinary(example["ctx"])
-        endings = [tokenizer.encode_ordinary(" " + ending) for ending in example["endings"]]
-        return [Row(context + ending, len(context), len(ending)) for ending in endings]
+        for ending in example["endings"]:
+            tokens = tokenizer.encode_ordinary(" " + ending)
+            rows.append(Row(context + tokens, len(context), len(tokens)))
+        return rows
     text = example["ctx"]
     if "ctx_b" in example:
         text = example["ctx_a"] + " " + example["ctx_b"].capitalize()
     if "activity_label" in example:
         text = f"{example['activity_label']}: {text}"
-    text, endings = clean(text), [clean(ending) for ending in example["endings"]]
-    context = text.rstrip()  # blanks at its end go to the endings, where they belong to tokens
-    start = len(tokenizer.encode_ordinary(context))
-    wholes = [tokenizer.encode_ordinary(f"{text} {ending}") for ending in endings]
-    return [Row(w, start, len(ending)) for w, ending in zip(wholes, endings, strict=True)]
+    text = clean(text)
+    # Blanks at the end of the context belong to the endings, whose first tokens include them
+    start = len(tokenizer.encode_ordinary(text.rstrip()))
+    for ending in example["endings"]:
+        ending = clean(ending)
+        rows.append(Row(tokenizer.encode_ordinary(f"{text} {ending}"), start, len(ending)))
+    return rows
 
 
 def render_example(example: dict, tokenizer: tiktoken.Encoding | None = None):
-    """Return data, tokens (4, N) int64, mask (4, N) int64, 1 at the ending, and label (int), by
-    build-nanogpt's convention. Rows are padded with zeros to the longest."""
+    """Return data (a dict), tokens (4, N) int64, mask (4, N) int64 and label (int) by
+    build-nanogpt's convention. Rows are padded with zeros; mask is 1 at the endings."""
     rows = render_rows(example, tokenizer or tiktoken.get_encoding("gpt2"), "build-nanogpt")
     tokens = torch.zeros(4, max(len(row.tokens) for row in rows), dtype=torch.int64)
     mask = torch.zeros_like(tokens)
     for i, row in enumerate(rows):
         tokens[i, : len(row.tokens)] = torch.tensor(row.tokens)
         mask[i, row.start : len(row.tokens)] = 1
-    ctx_tokens, ending_tokens = rows[0].tokens[: rows[0].start], [r.tokens[r.start :] for r in rows]
     data = {
         "label": int(example["label"]),
-        "ctx_tokens": ctx_tokens,
-        "ending_tokens": ending_tokens,
+        "ctx_tokens": rows[0].tokens[: rows[0].start],
+        "ending_tokens": [row.tokens[row.start :] for row in rows],
     }
     return data, tokens, mask, data["label"]
 
 
 def get_most_likely_row(tokens: torch.Tensor, mask: torch.Tensor, logits: torch.Tensor) -> int:
     """Return the row of tokens (4, N) with the lowest mean loss where mask is 1, given logits
-    (4, N, V) of any precision; the losses are float32."""
+    (4, N, V) of any precision. The losses are computed in float32."""
     losses = F.cross_entropy(logits[:, :-1].float().mT, tokens[:, 1:], reduction="none")
     counted = mask[:, 1:]
     return int(((losses * counted).sum(dim=1) / counted.sum(dim=1)).argmin())
@@ -165,32 +182,30 @@ def get_most_likely_row(tokens: torch.Tensor, mask: torch.Tensor, logits: torch.
 
 @dataclass
 class Rows:
-    """All examples' rows, rendered: 4 consecutive ones are an example."""
+    """The rendered rows of all examples; 4 consecutive rows belong to an example."""
 
-    tokens: np.ndarray  # uint16, of all rows on end
-    ends: np.ndarray  # of each row in tokens
-    starts: np.ndarray  # of each ending in its row
-    lengths: np.ndarray  # of each ending, to divide by
-    labels: np.ndarray  # of each example
+    tokens: np.ndarray  # uint16, all rows one after the other
+    ends: np.ndarray  # end of each row in tokens
+    starts: np.ndarray  # index of the ending in each row
+    lengths: np.ndarray  # length of each ending, to divide by
+    labels: np.ndarray  # one per example
 
 
 @lru_cache
 def load_rows(path: Path, tokenizer_name: str, convention: str) -> Rows:
-    """Return the file's rows. Encoding takes seconds, so they are kept beside the file too."""
-    from fineweb import get_tokenizer
-
+    """Return the rendered rows of the file. Rendering takes seconds, so the rows are kept on disk
+    beside the file for the next run, under a name that changes with the file and this script."""
     digest = hashlib.sha256(path.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
-    kept = path.with_name(f"{path.stem}.{tokenizer_name}.{convention}.{digest}.npz")
-    if kept.is_file():
-        try:
-            with np.load(kept) as arrays:
-                return Rows(**arrays)
-        except Exception:  # damaged: made anew
-            kept.unlink(missing_ok=True)
-    tokenizer, rows, labels = get_tokenizer(tokenizer_name), [], []
+    cached = path.with_name(f"{path.stem}.{tokenizer_name}.{convention}.{digest}.npz")
+    with suppress(Exception), np.load(cached) as arrays:  # if missing or damaged, render again
+        return Rows(**arrays)
+    tokenizer = fineweb.get_tokenizer(tokenizer_name)
+    rows = []
+    labels = []
     for example in iterate_examples(path):
         rows += render_rows(example, tokenizer, convention)
         labels.append(int(example["label"]))
+    require(rows, f"{path} holds no examples")
     arrays = {
         "tokens": np.concatenate([np.array(row.tokens, np.uint16) for row in rows]),
         "ends": np.cumsum([len(row.tokens) for row in rows]),
@@ -198,75 +213,12 @@ def load_rows(path: Path, tokenizer_name: str, convention: str) -> Rows:
         "lengths": np.array([row.length for row in rows]),
         "labels": np.array(labels),
     }
-    with suppress(OSError):  # a folder that is not ours to write to
-        kept_bytes = io.BytesIO()
-        np.savez(kept_bytes, **arrays)
-        write_whole(kept, kept_bytes.getvalue())
+    with suppress(OSError):  # the folder may be read-only, or the disk full
+        contents = io.BytesIO()
+        np.savez(contents, **arrays)
+        with atomic_write(cached) as file:
+            file.write(contents.getvalue())
     return Rows(**arrays)
-
-
-# -----------------------------------------------------------------------------
-# batches
-
-
-@dataclass
-class Batch:
-    """n groups of k rows whose first P tokens are alike, and computed once for all k."""
-
-    rows: torch.Tensor  # (n * k,) int64: their numbers
-    prefix: torch.Tensor  # (n, P) int64: the beginnings
-    tails: torch.Tensor  # (n * k, W) int64: the rest of each row, padded with zeros
-    first: torch.Tensor  # (n * k,) bool: whether a tail's first token is of an ending
-    positions: torch.Tensor  # (N,) int64: where in tails[:, 1:] the other tokens of endings are
-
-
-def collate(group: list[tuple], P: int, block_size: int, device) -> Batch:
-    """Return a batch of groups (longest row, row numbers, rows, starts of endings)."""
-    rows = [row for _, _, rows, _ in group for row in rows]
-    starts = [start for _, _, _, starts in group for start in starts]
-    width = math.ceil((max(longest for longest, *_ in group) - P) / 4) * 4  # few different shapes
-    width = min(width, block_size + 1 - P)
-    tails = np.zeros((len(rows), width), np.int64)
-    counted = np.zeros((len(rows), width), bool)
-    for i, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        tails[i, : len(row) - P] = row[P:]
-        counted[i, start - P : len(row) - P] = True
-    prefix = np.stack([alike[0][:P] for _, _, alike, _ in group])
-    numbers = np.concatenate([numbers for _, numbers, _, _ in group])
-    positions = counted[:, 1:].ravel().nonzero()[0]
-    arrays = (numbers, prefix, tails, counted[:, 0], positions)
-    return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
-
-
-@lru_cache
-def pack(
-    path: Path, tokenizer: str, convention: str, block_size: int, n: int, device
-) -> list[Batch]:
-    """Return the rows of the first n examples in batches of about BATCH_TOKENS tokens."""
-    data, groups = load_rows(path, tokenizer, convention), defaultdict(list)
-    # what the model cannot see is cut off on the left; the last token is only ever a target
-    surplus = np.maximum(0, np.diff(data.ends, prepend=0) - (block_size + 1))
-    starts = np.maximum(1, data.starts - surplus)
-    rows = np.split(data.tokens.astype(np.int64), data.ends[:-1])
-    rows = [row[left:] for row, left in zip(rows, surplus, strict=True)]
-    for numbers in np.arange(4 * n).reshape(n, 4):
-        alike = [rows[i] for i in numbers]
-        P = min(*starts[numbers], *(len(row) - 1 for row in alike))
-        same = np.all([row[:P] == alike[0][:P] for row in alike], axis=0)
-        P = P if same.all() else int(same.argmin())
-        P -= P % 8 if P > 8 else 0  # few different ones; what it cuts off is computed four times
-        for part in [numbers] if P else numbers[:, None]:  # nothing alike: each row for itself
-            group = [rows[i] for i in part]
-            key = P or min(starts[part[0]], len(group[0]) - 1), len(part)
-            groups[key].append((max(map(len, group)), part, group, starts[part]))
-    batches = []
-    for (P, k), group in sorted(groups.items()):
-        group.sort(key=lambda item: -item[0])  # of nearly one length: little padding
-        while group:
-            size = max(1, BATCH_TOKENS // (P + k * (group[0][0] - P)))
-            batches.append(collate(group[:size], P, block_size, device))
-            group = group[size:]
-    return batches
 
 
 # -----------------------------------------------------------------------------
@@ -275,103 +227,134 @@ def pack(
 
 @dataclass(frozen=True)
 class Score:
-    """How many of n examples a model gets right by either measure."""
+    """How many of n examples a model answers correctly, by both measures."""
 
     convention: str
     n: int
-    acc: int  # by the ending's whole probability
-    acc_norm: int  # by its probability per token or character
+    acc: int  # choosing by the probability of the whole ending
+    acc_norm: int  # choosing by the probability per token or per character
 
     @property
     def share(self) -> float:
-        """acc_norm as a share of one."""
+        """acc_norm as a fraction of 1."""
         return self.acc_norm / self.n
 
     def __str__(self) -> str:
-        parts = []
-        for name, right in (("acc", self.acc), ("acc_norm", self.acc_norm)):
-            p = right / self.n
-            error = math.sqrt(p * (1 - p) / self.n)  # standard error of a share of n
-            parts.append(f"{name} {right}/{self.n} = {p:.4f} +- {error:.4f}")
-        return f"{self.convention:13} | {' | '.join(parts)}"
+        parts = [f"{self.convention:13}"]
+        for name, correct in (("acc", self.acc), ("acc_norm", self.acc_norm)):
+            p = correct / self.n
+            error = math.sqrt(p * (1 - p) / self.n)  # the standard error of a proportion
+            parts.append(f"{name} {correct}/{self.n} = {p:.4f} +- {error:.4f}")
+        return " | ".join(parts)
 
 
-def sum_losses(model, batch: Batch) -> torch.Tensor:
-    """Return each row's summed loss over its ending, (n * k,) float32, in nats."""
-    (n, P), (nk, W), positions = batch.prefix.shape, batch.tails.shape, batch.positions
-    cache = [[] for _ in range(model.config.n_layer)]
-    # 1. the beginnings, once each; their last position foretells the tails' first tokens
-    last = torch.arange(P - 1, n * P, P, device=positions.device).repeat_interleave(nk // n)
-    first = model(batch.prefix, batch.tails[:, 0], "none", cache, last) * batch.first
-    # 2. the tails, each after the keys and values of its beginning
-    for layer in cache:
-        layer[:] = [x.repeat_interleave(nk // n, dim=0) for x in layer]
-    targets = batch.tails[:, 1:].flatten()[positions]
-    losses = torch.zeros(nk * (W - 1), device=positions.device)
-    losses[positions] = model(batch.tails[:, :-1], targets, "none", cache, positions)
-    return first + losses.view(nk, W - 1).sum(dim=1)
+@lru_cache
+def make_batches(
+    path: Path, tokenizer: str, convention: str, block_size: int, examples: int
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Return the rows of the first examples in batches of at most BATCH_TOKENS tokens: the numbers
+    (B,) of the rows, their tokens (B, T) and their targets (B, T), all int64. A target is -1
+    outside the ending, and there is no loss. Rows are sorted by length, so that a batch needs
+    little padding. Of a row longer than the context, the end is kept."""
+    data = load_rows(path, tokenizer, convention)
+    rows = np.split(data.tokens.astype(np.int64), data.ends[:-1])[: 4 * examples]
+    lengths = np.array([min(len(row), block_size + 1) for row in rows])
+    order = np.argsort(-lengths, kind="stable")
+    batches = []
+    first = 0
+    while first < len(rows):
+        width = int(lengths[order[first]])  # of the longest row
+        numbers = order[first : first + max(1, BATCH_TOKENS // width)]
+        tokens = np.zeros((len(numbers), width), np.int64)
+        targets = np.full((len(numbers), width), -1)
+        for i, number in enumerate(numbers):
+            row = rows[number][-lengths[number] :]
+            start = max(1, data.starts[number] - (len(rows[number]) - len(row)))
+            tokens[i, : len(row)] = row
+            targets[i, start - 1 : len(row) - 1] = row[start:]  # position i predicts token i + 1
+        # the last token is never an input, only a target
+        batch = (numbers, tokens[:, :-1], targets[:, :-1])
+        batches.append(tuple(torch.from_numpy(array) for array in batch))
+        first += len(numbers)
+    return batches
 
 
 @torch.no_grad()
 def score(model, path: Path, convention: str, device, examples: int = 10**9) -> Score:
-    """Score train_gpt2.py's GPT on the file's first examples. Call it under the model's autocast,
-    on every process of a group: each does as many forward passes, of a share of the batches."""
-    config, grouped = model.config, dist.is_initialized()
+    """Score a GPT of train_gpt2.py on the first examples of the file. Every process of a group
+    calls this, under the model's autocast. A process computes its share of the batches, and all
+    compute equally many, because the forward pass of a sharded model communicates."""
+    config = model.config
     data = load_rows(path, config.tokenizer, convention)
     n = min(examples, len(data.labels))
-    batches = pack(path, config.tokenizer, convention, config.block_size, n, device)
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-    losses = torch.zeros(4 * n, device=device)
-    for i in range(0, len(batches), world_size):
-        batch = batches[min(i + rank, len(batches) - 1)]
-        sums = sum_losses(model, batch)
-        if i + rank < len(batches):  # not a spare one, computed to keep step with the others
-            losses[batch.rows] = sums
+    batches = make_batches(path, config.tokenizer, convention, config.block_size, n)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
+    for first in range(0, len(batches), world_size):
+        i = min(first + rank, len(batches) - 1)  # the last batch again if there is no other
+        numbers, tokens, targets = batches[i]
+        each = model(tokens.to(device), targets.to(device), reduction="none")  # (B, T) float32
+        if i == first + rank:
+            losses[numbers.to(device)] = each.sum(dim=1)
     if world_size > 1:
-        dist.all_reduce(losses)  # of which a row has one, and else zeros
-    losses = losses.cpu().double().view(n, 4).numpy()
-    means = losses / data.lengths[: 4 * n].reshape(n, 4)
-    right = [int((x.argmin(axis=1) == data.labels[:n]).sum()) for x in (losses, means)]
-    return Score(convention, n, *right)
+        dist.all_reduce(losses)  # a row is zero in all processes but one
+    sums = losses.double().cpu().view(n, 4).numpy()
+    means = sums / data.lengths[: 4 * n].reshape(n, 4)
+    labels = data.labels[:n]
+    acc = int((sums.argmin(axis=1) == labels).sum())
+    acc_norm = int((means.argmin(axis=1) == labels).sum())
+    return Score(convention, n, acc, acc_norm)
 
 
 # -----------------------------------------------------------------------------
 # command line
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line that the top of this file shows."""
-    import fineweb
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    """Return the flags. Raises UserError for an unknown flag or an impossible value."""
     import train_gpt2
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[1], allow_abbrev=False)
+    parser.error = fineweb.refuse_arguments
     add = parser.add_argument
-    add(
-        "-m",
-        "--model",
-        default="gpt2",
-        help="as train_gpt2.py's --init_from (default: %(default)s)",
-    )
-    add("-d", "--device", default="auto", help="cuda, mps or cpu (default: %(default)s)")
-    add("--dtype", default="auto", help="as train_gpt2.py's (default: %(default)s)")
+    model = "what --init_from of train_gpt2.py takes (default: %(default)s)"
+    add("-m", "--model", default="gpt2", help=model)
+    choices = train_gpt2.CHOICES
+    add("-d", "--device", default="auto", choices=choices["device"], help="where to compute")
+    add("--dtype", default="auto", choices=choices["dtype"], help="precision of matrix products")
     add("--data", help="the validation file (default: downloaded once)")
-    add("-n", "--examples", type=int, default=10**9, help="the first so many (default: all)")
-    parser.error, status = fineweb.refuse_arguments, 0
-    try:
-        args = parser.parse_args(argv)
-        run = train_gpt2.setup_run(argparse.Namespace(**vars(args), compile=False))
-        model = train_gpt2.GPT.from_pretrained(args.model).to(run.device)
-        if run.rank == 0:
-            fetch(args.data)
-        run.mean(torch.zeros((), device=run.device))  # the others wait for it
+    add("-n", "--examples", type=int, default=10**9, help="how many to score (default: all)")
+    args = parser.parse_args(argv)
+    require(args.examples > 0, f"--examples is {args.examples}, expected at least 1")
+    args.compile = False  # rows differ in length: every batch has another shape
+    return args
+
+
+def run_command(argv: list[str] | None) -> None:
+    """Score the model that the command line names, by both conventions."""
+    import train_gpt2
+
+    args = parse_args(argv)
+    run = train_gpt2.setup_run(args)
+    model = train_gpt2.GPT.from_pretrained(args.model).to(run.device).eval()
+    with run.main_first():
         path = fetch(args.data)
-        for convention in CONVENTIONS:
-            with run.autocast():
-                run.print(str(score(model, path, convention, run.device, args.examples)))
-    except (ValueError, ConnectionError) as error:
+    for convention in CONVENTIONS:
+        with run.eager():
+            result = score(model, path, convention, run.device, args.examples)
+        train_gpt2.print0(str(result))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line shown at the top of this file and exit: 0 done, 2 for a mistake that the
+    user can put right or a download that failed."""
+    status = 0
+    try:
+        run_command(argv)
+    except (UserError, ConnectionError) as error:
         status = 2
-        if os.environ.get("RANK", "0") == "0":
-            print(f"hellaswag.py: {error}", file=sys.stderr)
+        print(f"hellaswag.py: {error}", file=sys.stderr)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)

@@ -1,18 +1,21 @@
 """
-Train GPT-2 from nothing, in one file that reads from top to bottom.
+Train GPT-2 from scratch, in one file that reads from top to bottom.
 
     python train_gpt2.py --quickstart                             a small GPT, offline, on any CPU
     python fineweb.py && python train_gpt2.py                     GPT-2 124M, FineWeb-Edu, one GPU
     torchrun --standalone --nproc_per_node=8 train_gpt2.py        the same run on eight GPUs
-    python train_gpt2.py --resume                                 go on from the newest checkpoint
-    python train_gpt2.py --sample --init_from log/model_19073.pt  what a trained model writes
-    python train_gpt2.py --help                                   every flag
+    python train_gpt2.py --resume                                 continue the newest checkpoint
+    python train_gpt2.py --sample --init_from log/model_19073.pt  print what a trained model writes
+    python train_gpt2.py --help                                   list every flag
 
-In the order of a lecture: the model, generation, data, schedules, runtime, checkpoints, weights of
-other programs, evaluation, log, training, command line.
+The file follows the order of a lecture: the model, generation, data, the learning rate schedule,
+devices and processes, checkpoints, evaluation, the log, training, and the command line. Two
+appendices come last: the loss as a Triton kernel, and weights in Hugging Face's format.
 
-Shapes are written (B, T, C): B sequences of T tokens with C channels; V is the vocabulary, nh the
-number of heads, hs the size of one. A flag, its variable and its key in a checkpoint share a name.
+Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
+size, nh the number of attention heads and hs the size of a head. A command line flag, the variable
+that holds it and its key in a checkpoint have the same name.
+
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
 the hyperparameters, build-nanogpt and llm.c for the file formats.
 """
@@ -21,10 +24,12 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +37,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 from zipfile import is_zipfile
 from zlib import crc32
 
@@ -43,15 +47,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import fineweb
 import hellaswag
+from fineweb import UserError, atomic_write, require
 
-try:  # comes with PyTorch for GPUs
-    import triton
+try:
+    import triton  # comes with PyTorch for NVIDIA GPUs; appendix A uses it
     import triton.language as tl
 except ImportError:
     triton = None
@@ -59,9 +63,10 @@ except ImportError:
 # -----------------------------------------------------------------------------
 # the model
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). Left: GPT-2's as llm.c has
-# them, from d60 on not OpenAI's. Right: GPT-3's, and all learning rates, from table 2.1 of its
-# paper but for two misprints: 24 heads for 2048 channels, 5140 channels that 128 does not divide.
+# name: (layers, heads, channels, context in tokens, peak learning rate). On the left are GPT-2's
+# sizes as llm.c has them; OpenAI trained those up to d48. On the right are GPT-3's. The learning
+# rates are from table 2.1 of the GPT-3 paper, as is the right side, except where the table cannot
+# be right: 2048 channels do not divide into 24 heads, nor 5140 channels into heads of 128.
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),
     "d6": (6, 6, 384, 1024, 6e-4),        "gpt3:c384": (6, 6, 384, 2048, 6e-4),
@@ -78,46 +83,50 @@ SIZES = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT and the tokenizer it reads with. The defaults are GPT-2 124M's."""
+    """The shape of a GPT and its tokenizer. The defaults are those of GPT-2 124M."""
 
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    block_size: int = 1024  # context: the most tokens the position embedding knows
+    block_size: int = 1024  # the context: how many tokens the model can attend to
     vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
     tokenizer: str = "gpt2"
-    eot: int = 50256  # <|endoftext|>: opens every document, ends a sample
+    eot: int = 50256  # <|endoftext|>, which precedes every document and ends a sample
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and the tokens before it."""
+    """Multi-head attention in which every token attends to itself and to the tokens before it."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         assert config.n_embd % config.n_head == 0
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k, v of all heads at once
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).split(C, dim=2)  # three of (B, T, C), then of (B, nh, T, hs)
-        q, k, v = [t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in qkv]
-        if cache:  # k and v of the tokens before these
-            k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+        hs = C // self.n_head
+        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q = q.view(B, T, self.n_head, hs).transpose(1, 2)  # (B, nh, T, hs)
+        k = k.view(B, T, self.n_head, hs).transpose(1, 2)
+        v = v.view(B, T, self.n_head, hs).transpose(1, 2)
         if cache is not None:
-            cache[:] = k, v
-        # is_causal lines the first query up with the first key, right for a whole sequence alone:
-        # after S - T cached keys, query i sees S - T + i + 1 of them. One alone sees all
-        S = k.size(2)
-        mask = causal_lower_right(T, S) if 1 < T < S else None
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T == S)
-        y = y.transpose(1, 2).reshape(B, T, C)  # heads side by side again
+            if cache:  # it holds the keys and values of the tokens before these
+                k = torch.cat((cache[0], k), dim=2)
+                v = torch.cat((cache[1], v), dim=2)
+            cache[:] = [k, v]
+        # is_causal aligns query 0 with key 0, which would be wrong for queries that follow cached
+        # keys. So a cache starts with a whole prompt and then grows by one token at a time: a
+        # single query may attend to every key and needs no mask
+        assert T == 1 or k.size(2) == T
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, nh, T, hs)
+        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
         return self.c_proj(y)
 
 
 class MLP(nn.Module):
-    """Two matrices with a GELU between them, applied to each token alone."""
+    """Two linear layers with a GELU between them, applied to each token separately."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -125,12 +134,12 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        # the tanh approximation, because GPT-2 was trained with it
+        # GPT-2 was trained with the tanh approximation of GELU
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
 
 
 class Block(nn.Module):
-    """Attention, where tokens look at each other, and an MLP; each adds to the residual stream."""
+    """Attention, in which tokens exchange information, then an MLP. Each adds its output to x."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -145,200 +154,172 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2, with Hugging Face's parameter names and matrices as nn.Linear has them: (out, in)."""
+    """GPT-2. Its parameters have the names of Hugging Face's GPT-2; its matrices are stored as
+    nn.Linear stores them, (out, in)."""
 
     def __init__(self, config: GPTConfig, recompute: bool = False):
         super().__init__()
         self.config = config
-        self.recompute = recompute  # blocks run again in the backward pass, nothing of them is kept
+        self.recompute = recompute  # run each block again in the backward pass to save memory
         C = config.n_embd
-        V = math.ceil(config.vocab_size / 128) * 128  # 50257 -> 50304: matrix units like it
+        # Pad the vocabulary to a multiple of 128, from 50257 to 50304: matrix products are faster
+        # when every row of the logits starts at an aligned address
+        padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         modules = {
-            "wte": nn.Embedding(V, C),
-            "wpe": nn.Embedding(config.block_size, C),
+            "wte": nn.Embedding(padded_vocab_size, C),  # token embeddings
+            "wpe": nn.Embedding(config.block_size, C),  # position embeddings
             "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
             "ln_f": nn.LayerNorm(C),
         }
         self.transformer = nn.ModuleDict(modules)
-        self.lm_head = nn.Linear(C, V, bias=False)
-        # tokens that are alike should be alike going in and coming out, and the matrix is 30% of
-        # the 124M parameters: one for both (Press & Wolf 2017, arXiv:1608.05859)
+        self.lm_head = nn.Linear(C, padded_vocab_size, bias=False)
+        # Tie the two vocabulary matrices. Tokens with similar meanings should be similar as input
+        # and as output, and the matrix is 30% of the 124M parameters. This line is the only place
+        # that decides it (Press & Wolf 2017, arXiv:1608.05859)
         self.lm_head.weight = self.transformer.wte.weight
-        self.apply(self._init_weights)
-        self.transformer.wte.weight.data[config.vocab_size :] = 0  # padding: rows of no token
+        self.init_weights()
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, mean=0.0, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-        if isinstance(module, CausalSelfAttention | MLP):
-            # 2 n_layer of these add to the residual stream; scaled, their sum does not grow with it
-            module.c_proj.weight.data *= (2 * self.config.n_layer) ** -0.5
+    def init_weights(self) -> None:
+        """Draw the initial weights as GPT-2 does. Padded rows of the vocabulary are zero."""
+        # 2 n_layer projections add to the residual stream. Scaled like this, the variance of their
+        # sum does not grow with the number of layers
+        residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
+        # The tied matrix is listed, and drawn, under both of its names, as in build-nanogpt
+        for name, p in self.named_parameters(remove_duplicate=False):
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(p, std=residual_std)
+            elif p.dim() >= 2:
+                nn.init.normal_(p, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        for matrix in (self.transformer.wte.weight, self.lm_head.weight):
+            matrix.data[self.config.vocab_size :] = 0
 
-    def forward(self, idx, targets=None, reduction="mean", cache=None, positions=None) -> Tensor:
-        """Return float32 logits (B, T, V) of the next token, without padding, for idx (B, T) int64.
-        With targets (B, T) int64 return the cross entropy instead, in nats: its mean, or (B, T)
-        with reduction="none". A target of -1 counts for nothing.
-        A cache, at first an empty list for each layer, collects keys and values, (B, nh, T, hs)
-        each; idx then continues the tokens that it has seen.
-        With positions (N,) int64 of the B * T, logits (N, V) and targets (N,) are theirs alone."""
-        start = cache[0][0].size(2) if cache and cache[0] else 0
-        pos = torch.arange(start, start + idx.size(1), device=idx.device)
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        reduction: str = "mean",
+        cache: list[list[Tensor]] | None = None,
+    ) -> Tensor:
+        """Return the float32 logits (B, T, V) of the next tokens, given idx (B, T) int64.
+
+        With targets (B, T) int64, return the cross entropy in nats instead: its mean, or with
+        reduction="none" each token's, (B, T). A target of -1 is ignored. A cache is a list with an
+        empty list for each layer; it collects keys and values, (B, nh, T, hs) each, and idx then
+        continues the tokens that earlier calls have seen."""
+        start = cache[0][0].size(2) if cache and cache[0] else 0  # tokens in the cache
+        pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        # the residual stream too, as adding it up and normalising it is a matter of bytes moved: 5%
-        # of all time, and no worse loss. float16 has not the range for it
+        # Under bfloat16 autocast keep the residual stream in bfloat16 too: adds and LayerNorms are
+        # limited by memory bandwidth, so this saves 5% of the time at equal loss. In float16 the
+        # residual stream could overflow, so there it stays in float32
         kind = x.device.type
-        half = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
-        dtype = torch.bfloat16 if half else x.dtype
-        x = x.to(dtype)
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+            x = x.bfloat16()
         for i, block in enumerate(self.transformer.h):
-            if self.recompute and torch.is_grad_enabled():
+            if self.recompute and self.training:
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x, cache[i] if cache else None)
-        x = self.transformer.ln_f(x).to(dtype)
-        if positions is not None:
-            x = x.flatten(0, 1)[positions]  # (N, C)
+        x = self.transformer.ln_f(x).to(x.dtype)
         V = self.config.vocab_size
         if targets is None:
             return self.lm_head(x)[..., :V].float()
-        losses = linear_cross_entropy(x.flatten(0, -2), self.lm_head.weight, targets.flatten(), V)
-        return (
-            losses.view_as(targets) if reduction == "none" else losses.sum() / (targets != -1).sum()
-        )
+        losses = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), V)
+        if reduction == "none":
+            return losses.view_as(targets)
+        return losses.sum() / (targets != -1).sum()
 
     @classmethod
-    def from_pretrained(cls, source: str | dict) -> "GPT":
-        """Return the model of a name as --init_from takes it, or of what load_source made of it."""
-        source = load_source(source) if isinstance(source, str) else source
+    def from_pretrained(cls, name: str) -> "GPT":
+        """Return the model that --init_from would take for this name, such as "gpt2"."""
+        source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
-        model.load_state_dict(source["model"])
+        model.load_weights(source["model"], name)
         return model
 
-    def configure_optimizers(self, weight_decay: float, learning_rate: float) -> torch.optim.AdamW:
-        """Return AdamW with GPT-3's betas and eps. Matrices and embeddings decay, biases and
-        LayerNorms do not. Fused, one kernel for many tensors, on CUDA, MPS and CPU alike."""
+    def load_weights(self, weights: dict[str, Tensor], origin: str) -> None:
+        """Copy weights, by parameter name, into the model. A tied matrix is expected once, under
+        its first name. Raises UserError, naming the origin, if a name or a shape differs."""
+        expected = {name: p.shape for name, p in self.named_parameters()}
+        found = {name: p.shape for name, p in weights.items()}
+        differing = sorted(expected.items() ^ found.items())
+        require(not differing, f"{origin} holds a model of another shape: {differing[:2]}")
+        # Not strict, because the second name of a tied matrix is missing
+        self.load_state_dict(weights, strict=False)
+
+    def configure_optimizers(
+        self, weight_decay: float, learning_rate: float
+    ) -> list[torch.optim.Optimizer]:
+        """Return the optimizers that together update every parameter: here AdamW alone, with the
+        GPT-3 paper's betas. Matrices and embeddings decay; biases and LayerNorms do not."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, learning_rate, (0.9, 0.95), 1e-8, weight_decay, fused=True)
-
-
-# -----------------------------------------------------------------------------
-# the loss. The logits are the largest tensor of all: 6.6 GB of bfloat16 for GPT-2 at B = 64. With
-# PyTorch's cross entropy, compiled, loss and gradient take 10.7 ms of an H100; with the kernel
-# below, which puts their gradient in their place, 4.8, where a copy takes 4.4
+        groups = [
+            {"params": matrices, "weight_decay": weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        # Fused: one kernel updates many tensors, on CUDA, MPS and CPU alike
+        adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        return [adamw]
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
-    """Return the cross entropy, in nats, (N,) float32, of the logits x @ weight.T with targets
-    (N,) int64, below V, for x (N, C) and weight (Vp, C). Columns from V on are padding, of no
-    probability; a target of -1 has no loss."""
-    # float16 has not the range, and float32 may mean a GPU too old for Triton
+    """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T with targets (N,)
+    int64, for x (N, C) and weight (padded V, C). Columns from V on are padding and have no
+    probability. A target of -1 gives a loss of 0."""
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
-        return FusedCrossEntropy.apply(x, weight, targets, V)
-    # to cut the padding off would leave rows unaligned, compiled it is free to mask it
-    padding = torch.arange(len(weight), device=x.device) >= V
-    logits = F.linear(x, weight).masked_fill(padding, -math.inf).float()
+        return FusedCrossEntropy.apply(x, weight, targets, V)  # the same, faster: appendix A
+    logits = F.linear(x, weight)  # (N, padded V)
+    # The padded columns must not take part in the softmax: real logits are often near -40, where a
+    # padded logit of 0 would take nearly all of the probability. Mask them rather than slice them
+    # off: a slice leaves rows unaligned, and torch.compile fuses the mask into the loss
+    is_padding = torch.arange(len(weight), device=x.device) >= V
+    logits = logits.masked_fill(is_padding, -math.inf).float()
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
-
-
-class FusedCrossEntropy(torch.autograd.Function):
-    """linear_cross_entropy on a GPU. A row of the logits' gradient is softmax(logits) minus
-    onehot(target), times the gradient of the row's loss: that factor, of no bearing on the rest of
-    the row, waits for the matrix products. No second derivative."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, V):
-        w = weight.to(x.dtype)
-        logits = x @ w.T
-        losses = torch.empty(len(x), device=x.device)
-        cross_entropy_kernel[(len(x),)](logits, targets, losses, V, len(w), num_warps=16)
-        ctx.save_for_backward(x, w, logits)
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w, dlogits = ctx.saved_tensors
-        grad = grad[:, None]  # (N, 1) float32
-        dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
-        return (dlogits @ w * grad).to(x.dtype), dweight, None, None
-
-
-if triton:
-
-    @triton.jit
-    def load_block(
-        row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, keep: tl.constexpr
-    ):
-        """Return row[start : start + size] as float32, -inf from V on. A mask costs time, so only
-        the last block has one."""
-        columns = start + tl.arange(0, size)
-        if start + size <= V:
-            x = tl.load(row + columns, eviction_policy=keep)
-        else:
-            x = tl.load(row + columns, columns < V, -float("inf"), eviction_policy=keep)
-        return x.to(tl.float32)
-
-    @triton.jit
-    def cross_entropy_kernel(logits, targets, losses, V: tl.constexpr, Vp: tl.constexpr):
-        """Put the gradient in the place of one row of logits (N, Vp), and its loss into losses."""
-        size: tl.constexpr = 16384  # columns at a time
-        n = tl.program_id(0).to(tl.int64)  # N * Vp is beyond int32
-        row, target = logits + n * Vp, tl.load(targets + n)
-        at_target = row + tl.maximum(target, 0)
-        x_target = tl.load(at_target).to(tl.float32)
-        # 1. m, the largest logit, and s, the sum of exp(x - m), at once: whenever a block has a
-        #    larger one, the sum so far shrinks to be relative to it
-        m, s = -float("inf"), 0.0
-        for start in tl.static_range(0, V, size):
-            x = load_block(row, start, V, size, "evict_last")
-            larger = tl.maximum(m, tl.max(x, 0))
-            s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), 0)
-            m = larger
-        log_sum = m + tl.log(s)
-        tl.store(losses + n, tl.where(target < 0, 0.0, log_sum - x_target))
-        # 2. softmax: x is still in the GPU's cache. Without a target all is 0
-        log_sum = tl.where(target < 0, float("inf"), log_sum)
-        for start in tl.static_range(0, Vp, size):
-            p = tl.exp(load_block(row, start, V, size, "evict_first") - log_sum)
-            columns = start + tl.arange(0, size)
-            p = p.to(logits.dtype.element_ty)
-            tl.store(row + columns, p, columns < Vp, eviction_policy="evict_first")
-        # 3. minus onehot, once all threads have stored theirs
-        tl.debug_barrier()
-        p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
-        tl.store(at_target, p.to(logits.dtype.element_ty))
 
 
 # -----------------------------------------------------------------------------
 # generation
 
 
-def next_token(logits: Tensor, temperature: float, top_k: int, generator) -> Tensor:
-    """Draw one of the top_k (0: all) tokens for each row of logits (B, V): (B, 1) int64."""
-    if temperature == 0:  # the likeliest
+def next_token(
+    logits: Tensor, temperature: float, top_k: int, generator: torch.Generator
+) -> Tensor:
+    """Draw a token for each row of float32 logits (B, V) from its top_k most likely ones, or from
+    all if top_k is 0. Return the tokens, (B, 1) int64."""
+    if temperature == 0:  # greedy: the most likely token
         return logits.argmax(dim=-1, keepdim=True)
-    values, tokens = logits.topk(min(top_k or math.inf, logits.size(-1)))
+    k = min(top_k or math.inf, logits.size(-1))
+    values, tokens = logits.topk(k)  # (B, k) each
     probs = F.softmax(values / temperature, dim=-1)
-    return tokens.gather(-1, torch.multinomial(probs, 1, generator=generator))
+    choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1), an index below k
+    return tokens.gather(-1, choice)
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, args: argparse.Namespace) -> Tensor:
-    """Continue tokens (B, T) int64 by args.max_new_tokens: (B, T + new). A row that has reached
-    <|endoftext|> repeats it. Past args.seq_len tokens the window slides: its first token leaves,
-    all positions change, and the cache is of no more use."""
-    eot, start = model.config.eot, tokens.size(1)
-    generator = torch.Generator(tokens.device).manual_seed(args.seed)  # training's is left alone
-    cache, fresh = [[] for _ in model.transformer.h], tokens  # fresh: not in the cache yet
+def generate(model: GPT, tokens: Tensor, args: Namespace) -> Tensor:
+    """Continue tokens (B, T) int64 by up to args.max_new_tokens and return (B, T + new) int64. A
+    row that has produced <|endoftext|> repeats it from then on.
+
+    The keys and values of earlier tokens are cached, so a step computes one token. Past
+    args.seq_len tokens the window slides: every position changes, the cache is useless, and each
+    step runs the whole window."""
+    eot = model.config.eot
+    prompt_length = tokens.size(1)
+    # A generator of its own: sampling leaves the random numbers of the program as they were
+    generator = torch.Generator(tokens.device).manual_seed(args.seed)
+    cache = [[] for _ in model.transformer.h]
+    uncached = tokens  # tokens whose keys and values are not in the cache yet
     for _ in range(args.max_new_tokens):
-        full = tokens.size(1) > args.seq_len
-        logits = model(tokens[:, -args.seq_len :]) if full else model(fresh, cache=cache)
-        fresh = next_token(logits[:, -1], args.temperature, args.top_k, generator)
-        ended = (tokens[:, start:] == eot).any(dim=1, keepdim=True)  # (B, 1)
-        tokens = torch.cat((tokens, fresh.masked_fill(ended, eot)), dim=1)
+        if tokens.size(1) > args.seq_len:
+            logits = model(tokens[:, -args.seq_len :])
+        else:
+            logits = model(uncached, cache=cache)
+        uncached = next_token(logits[:, -1], args.temperature, args.top_k, generator)
+        ended = (tokens[:, prompt_length:] == eot).any(dim=1, keepdim=True)  # (B, 1)
+        tokens = torch.cat((tokens, uncached.masked_fill(ended, eot)), dim=1)
         if (tokens[:, -1] == eot).all():
             break
     return tokens
@@ -347,309 +328,374 @@ def generate(model: GPT, tokens: Tensor, args: argparse.Namespace) -> Tensor:
 # -----------------------------------------------------------------------------
 # data
 
-
-def require(condition: bool, message: str) -> None:
-    """Raise a ValueError that tells the user what was found and expected, unless all is well."""
-    if not condition:
-        raise ValueError(message)
+HOW_TO_GET_DATA = (
+    "`python fineweb.py` downloads FineWeb-Edu, `python fineweb.py --files` tokenizes your own"
+    " text, and `python train_gpt2.py --quickstart` needs no data"
+)
 
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Make whatever fails a ValueError that names path: the messages of libraries do not."""
+    """Turn any error inside the context into a UserError that names the file: every file format
+    has exceptions of its own, and their messages do not say which file they are about."""
     try:
         yield
-    except Exception as error:  # each format has errors of its own
+    except Exception as error:
         reason = str(error).split("\n")[0]
-        raise ValueError(f"{path} cannot be read: {reason}") from error
+        raise UserError(f"{path} cannot be read: {reason}") from error
 
 
 def read_meta(data_dir: str) -> dict:
-    """Return tokenizer, vocab_size and eot of the folder's meta.json; GPT-2's where it has none."""
-    path, meta = Path(data_dir) / "meta.json", asdict(GPTConfig())
+    """Return tokenizer, vocab_size and eot from the folder's meta.json. A folder without one holds
+    GPT-2 tokens."""
+    path = Path(data_dir) / "meta.json"
+    meta = asdict(GPTConfig())
     with reading(path):
-        meta = json.loads(path.read_text()) if path.exists() else meta
+        if path.exists():
+            meta = json.loads(path.read_text())
         return {key: meta[key] for key in ("tokenizer", "vocab_size", "eot")}
 
 
 def read_shard(path: Path) -> np.ndarray:
-    """Return a shard's tokens, (n,) uint16, memory-mapped: a .npy file, or a .bin as in llm.c,
-    256 int32 (20240520, version 1, n, zeros) before them. Raises ValueError if it is not whole."""
+    """Return the tokens of a shard, (n,) uint16, memory-mapped. A shard is a .npy file or one of
+    llm.c's .bin files. Raises UserError if the file is damaged or something else."""
     with reading(path):
         if path.suffix == ".bin":
+            # 256 int32: a magic number, version 1, the number of tokens, and zeros
             header = np.fromfile(path, np.int32, 3).tolist()
-            expected = [20240520, 1, (path.stat().st_size - 256 * 4) // 2]  # 2 bytes a token
-            require(header == expected, f"header {header}, expected {expected} by the file's size")
+            count = (path.stat().st_size - 256 * 4) // 2  # 4 bytes an int32, 2 bytes a token
+            expected = [20240520, 1, count]
+            require(header == expected, f"its header is {header}, its size asks for {expected}")
             return np.memmap(path, np.uint16, "r", offset=256 * 4)
         tokens = np.load(path, mmap_mode="r")
         found = f"{tokens.ndim}-D {tokens.dtype}"
-        require(found == "1-D uint16", f"{found}, expected 1-D uint16")
+        require(found == "1-D uint16", f"it holds a {found} array, expected 1-D uint16")
         return tokens
 
 
 def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
-    """Return the shards whose name holds split, "train" or "val", by name and in its order."""
-    paths = [p for p in Path(data_dir).glob(f"*{split}*") if p.suffix in (".npy", ".bin")]
-    what = "no file" if Path(data_dir).is_dir() else "no such folder, so no file"
-    build = "`python fineweb.py` downloads them, with --files it makes them of your texts,"
-    build += " `python train_gpt2.py --quickstart` needs none"
-    require(bool(paths), f"data_dir {data_dir}: {what} *{split}*.npy or *{split}*.bin; {build}")
-    for path in paths:
-        require(not ("train" in path.name and "val" in path.name), f"{path} names both splits")
-    return {path.name: read_shard(path) for path in sorted(paths)}
+    """Return {file name: tokens} of the shards with "train" or "val" in their name, sorted."""
+    require(Path(data_dir).is_dir(), f"there is no folder {data_dir}; {HOW_TO_GET_DATA}")
+    shards = {}
+    for path in sorted(Path(data_dir).glob(f"*{split}*")):
+        if path.suffix in (".npy", ".bin"):
+            both = "train" in path.name and "val" in path.name
+            require(not both, f"{path} is named after both splits; rename it to one of them")
+            shards[path.name] = read_shard(path)
+    require(bool(shards), f"{data_dir} holds no {split} shards (.npy, .bin); {HOW_TO_GET_DATA}")
+    return shards
 
 
 def summarize(shards: dict[str, np.ndarray]) -> str:
-    """Return what the data is, in words, the same for the same names and sizes: for resume."""
+    """Return a short description of the shards that changes when a name or a size does. A resumed
+    run compares it with its checkpoint's."""
     sizes = {name: len(tokens) for name, tokens in shards.items()}
-    crc = crc32(repr(list(sizes.items())).encode())
-    return f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {crc:08x}"
+    checksum = crc32(repr(list(sizes.items())).encode())
+    return f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
 
 
 @lru_cache(maxsize=8)
-def permutation(n: int, *key: int | None) -> np.ndarray:
-    """Return an order of range(n), a function of n and key alone; a seed of None leaves it be."""
-    if key[0] is None:
+def permutation(n: int, seed: int | None, *key: int) -> np.ndarray:
+    """Return a random order of range(n) that depends on the arguments alone, or range(n) itself if
+    seed is None."""
+    if seed is None:
         return np.arange(n)
-    return np.random.RandomState(key).permutation(n)  # frozen, as numpy's newer generators are not
+    # RandomState, because NumPy promises that its numbers never change between versions
+    return np.random.RandomState((seed, *key)).permutation(n)
 
 
+@dataclass
 class DataLoaderLite:
-    """Serve windows of T tokens, and the one after, in batches of (B, T): the same windows in the
-    same order whatever B and the number of processes. One cursor counts the windows that all
-    processes have had; each takes its B of the next B * num_processes. With a seed, every epoch
-    has a new order of shards, and of windows within each."""
+    """Serve batches of (B, T) tokens, every process its share of them.
 
-    def __init__(self, B, T, process_rank, num_processes, shards, vocab_size, seed, device):
-        self.B, self.T, self.process_rank, self.num_processes = B, T, process_rank, num_processes
-        self.names, self.shards = list(shards), list(shards.values())
-        self.vocab_size, self.seed, self.device = vocab_size, seed, device
-        self.counts = np.array([max(0, len(tokens) - 1) // T for tokens in self.shards])
-        self.windows = int(self.counts.sum())  # in an epoch
-        what = f"{self.names[0]} has not T + 1 = {T + 1} tokens"
-        require(self.windows > 0, f"{what}: more text, or a shorter --seq_len")
-        self.scanned = set()
-        self.worker = ThreadPoolExecutor(1)  # has the next batch ready before the GPU asks
+    The shards are cut into windows of T tokens, plus one for the last target; what is left at a
+    shard's end, less than T + 1 tokens, is not used. All processes together move one cursor over
+    the sequence of windows, and a step takes the same windows from it whatever B and the number of
+    processes are. With a seed, every epoch has a new order of shards and of the windows within."""
+
+    shards: dict[str, np.ndarray]  # tokens by file name
+    B: int
+    T: int
+    vocab_size: int
+    seed: int | None
+    run: "Run"
+
+    def __post_init__(self):
+        self.names = list(self.shards)
+        self.windows_per_shard = count_windows(self.shards, self.T)
+        self.windows = int(self.windows_per_shard.sum())  # in an epoch
+        self.scanned = set()  # names of shards whose tokens are known to be valid
+        self.worker = ThreadPoolExecutor(1)  # loads the next batch while the GPU computes
         self.reset()
 
     def reset(self, position: int = 0) -> None:
-        """Move the cursor to where position windows are behind it."""
+        """Move the cursor behind the first `position` windows of the run."""
         self.position = position
-        self.pending = self.worker.submit(self._load, position + self.process_rank * self.B)
+        first = position + self.run.rank * self.B
+        self.pending = self.worker.submit(self._load, first)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, T) int64 each, on the device."""
         x, y = self.pending.result()
-        self.reset(self.position + self.B * self.num_processes)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        self.reset(self.position + self.B * self.run.world_size)
+        device = self.run.device
+        return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-    def _load(self, first: int) -> list[Tensor]:
-        rows = np.stack([self._window(i) for i in range(first, first + self.B)]).astype(np.int64)
-        xy = [torch.from_numpy(part).contiguous() for part in (rows[:, :-1], rows[:, 1:])]
-        # only from pinned memory is a copy to the GPU asynchronous
-        return [part.pin_memory() for part in xy] if self.device.type == "cuda" else xy
+    def _load(self, first: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of the B windows from number `first` on, on the CPU."""
+        windows = [self._window(i) for i in range(first, first + self.B)]
+        rows = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
+        x = rows[:, :-1].contiguous()
+        y = rows[:, 1:].contiguous()  # the target of each token is the token after it
+        if (
+            self.run.device.type == "cuda"
+        ):  # a copy to the GPU is asynchronous from pinned memory only
+            return x.pin_memory(), y.pin_memory()
+        return x, y
 
     def _window(self, i: int) -> np.ndarray:
-        """Return the i-th window of the run, (T + 1,) uint16."""
+        """Return window number i of the run, (T + 1,) uint16."""
         epoch, i = divmod(i, self.windows)
-        order = permutation(len(self.shards), self.seed, epoch)
-        ends = self.counts[order].cumsum()
+        shard_order = permutation(len(self.names), self.seed, epoch)
+        ends = self.windows_per_shard[shard_order].cumsum()
         place = int(np.searchsorted(ends, i, side="right"))
-        shard = int(order[place])
-        tokens, count = self.shards[shard], int(self.counts[shard])
-        start = int(permutation(count, self.seed, epoch, shard)[i - ends[place]])  # from its end
-        if shard not in self.scanned:  # once, 12 ms per 100M tokens: a GPU would not say which
-            largest, what = int(tokens.max()), f"{self.names[shard]} is damaged or mislabelled"
-            require(largest < self.vocab_size, f"{what}: token {largest} of {self.vocab_size}")
-            self.scanned.add(shard)
-        return tokens[start * self.T : (start + 1) * self.T + 1]
+        shard = int(shard_order[place])
+        tokens = self._get_tokens(self.names[shard])
+        window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
+        window = int(window_order[i - ends[place]])  # a negative index, counted from the end
+        return tokens[window * self.T : (window + 1) * self.T + 1]
+
+    def _get_tokens(self, name: str) -> np.ndarray:
+        """Return a shard's tokens. Raises UserError if one is beyond the vocabulary, which a GPU
+        would not explain. A shard is scanned before its first use, at 12 ms per 100M tokens."""
+        tokens = self.shards[name]
+        if name not in self.scanned:
+            largest = int(tokens.max())
+            found = f"{name} holds token {largest}, but the vocabulary has {self.vocab_size} tokens"
+            require(largest < self.vocab_size, f"{found}; is it damaged?")
+            self.scanned.add(name)
+        return tokens
+
+
+def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
+    """Return how many windows of T + 1 tokens, overlapping by one, each shard has, (n,) int64."""
+    counts = np.array([max(0, len(tokens) - 1) // T for tokens in shards.values()])
+    require(counts.any(), f"no shard has T + 1 = {T + 1} tokens: add text, or lower --seq_len")
+    return counts
 
 
 # -----------------------------------------------------------------------------
-# schedules: the learning rate, and which updates to leave out
+# schedules: the learning rate, and updates to skip
 
 
-def get_lr(step: int, args: argparse.Namespace) -> float:
-    """Return the learning rate of update number step, from 0: linear warmup, then args.schedule
-    down to min_lr. wsd keeps max_lr until the last fifth. Source: arXiv:2405.18392 for wsd."""
-    if step < args.warmup_steps:
-        return args.max_lr * (step + 1) / args.warmup_steps  # + 1: no update is for nothing
-    flat_until = max(args.warmup_steps, int(0.8 * args.max_steps) if args.schedule == "wsd" else 0)
-    if args.schedule == "constant" or step < flat_until:
-        return args.max_lr
-    ratio = (step - flat_until) / max(1, args.max_steps - flat_until)  # 0 to 1
-    cosine = 0.5 * (1 + math.cos(math.pi * ratio))
-    coeff = {"cosine": cosine, "linear": 1 - ratio, "wsd": 1 - math.sqrt(ratio)}[args.schedule]
-    return args.min_lr + coeff * (args.max_lr - args.min_lr)
+# Each function of t, the share of the steps after warmup that are done, gives the learning rate: 1
+# stands for max_lr and 0 for min_lr. wsd (warmup, stable, decay) is from arXiv:2405.18392
+SCHEDULES = {
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    "linear": lambda t: 1 - t,
+    "constant": lambda t: 1.0,
+    "wsd": lambda t: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
+}
 
 
-def fill_schedule(args: argparse.Namespace, windows: int) -> None:
-    """Set the flags that follow from the model's size and from the windows in an epoch."""
-    if args.epochs is not None:
-        args.max_steps = max(1, int(args.epochs * windows * args.seq_len / args.total_batch_size))
-    if args.warmup_steps is None:  # 375M tokens, as in GPT-3, or as much of a shorter run
-        args.warmup_steps = round(715 * min(1, args.max_steps / 19073))
-    steps = f"max_steps {args.max_steps}"
-    require(args.warmup_steps <= args.max_steps, f"warmup_steps {args.warmup_steps} > {steps}")
-    args.max_lr = SIZES.get(args.model, [6e-4])[-1] if args.max_lr is None else args.max_lr
-    args.min_lr = 0.1 * args.max_lr if args.min_lr is None else args.min_lr
+def get_lr(step: int, args: Namespace) -> float:
+    """Return the learning rate of update number `step`, counted from 0."""
+    if step < args.warmup_steps:  # step + 1, so that the first update has an effect
+        return args.max_lr * (step + 1) / args.warmup_steps
+    t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
+    return args.min_lr + SCHEDULES[args.schedule](t) * (args.max_lr - args.min_lr)
 
 
 def z_score(window: list[float], value: float) -> float:
-    """Return how many standard deviations value is above the mean of the last 128, it included;
-    nan until there were as many, and for a value that is not finite. Source: llm.c."""
+    """Append value to the window of the last 128 values and return how many standard deviations it
+    is above their mean. Return nan until there were 128 values before it, and for a value that is
+    not finite, which the window does not take in. Source: llm.c."""
     if not math.isfinite(value):
         return math.nan
-    full = len(window) == 128
+    was_full = len(window) == 128
     window[:] = [*window[-127:], value]
-    deviation = float(np.std(window)) if full else 0.0
-    return (value - float(np.mean(window))) / deviation if deviation > 0 else math.nan
+    deviation = float(np.std(window))
+    if not was_full or deviation == 0:
+        return math.nan
+    return (value - float(np.mean(window))) / deviation
 
 
 # -----------------------------------------------------------------------------
-# runtime: device, precision, processes
+# devices, precision, processes
+
+
+def first_given(*values):
+    """Return the first value that is not None."""
+    return next(value for value in values if value is not None)
+
+
+def print0(*lines: str) -> None:
+    """Print lines from the first process only, at once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*lines, sep="\n", flush=True)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where this process runs. Made once; its methods do the same in every mode."""
+    """Where and how this process computes. Made once by setup_run. Its methods do the same thing in
+    every mode, so that the training loop does not need to know the mode."""
 
     device: torch.device
-    dtype: str
+    dtype: str  # bfloat16, float16, tf32 or float32
     compile: bool
     rank: int
     world_size: int
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which matrix products run in 16 bits, if dtype says so."""
+        """Return the context in which matrix products run in 16 bits, if dtype asks for it."""
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Make the context, autocast too, for shapes that come up too seldom to compile for, or to
-        let cuDNN plan an attention for."""
+        """Autocast without compilation, for work whose shapes change with every call. cuDNN's
+        attention is left out because it plans anew, at a cost, for every new shape."""
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(backends), self.autocast():
             yield
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over all processes, the same bits on each; they wait for each other."""
+        """Return the mean over all processes, the same bits in each. The processes wait for each
+        other here, which is why the program needs no other barrier."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values / self.world_size
 
-    def print(self, *lines: str) -> None:
-        """Print lines once, not once a process."""
+    def all(self, condition: bool) -> bool:
+        """Return whether the condition holds in every process."""
+        return self.mean(torch.tensor(float(condition), device=self.device)).item() == 1
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Let the first process go through the context before the others, for files that it makes
+        and the others read."""
+        if self.rank > 0:
+            self.all(True)
+        yield
         if self.rank == 0:
-            print(*lines, sep="\n", flush=True)
+            self.all(True)
 
 
-def setup_run(args: argparse.Namespace) -> Run:
-    """Choose device and precision, and join torchrun's other processes if there are any."""
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    known = args.device.split(":")[0] in ("auto", "cpu", here.type)
-    require(known, f"device {args.device} is not here: auto would take {here.type}")
-    device = here if args.device == "auto" else torch.device(args.device)
+def setup_run(args: Namespace) -> Run:
+    """Choose device and precision, and connect to the other processes if torchrun started some."""
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    device = choose_device(args.device)
+    # Matrix units take float16 from Volta (7, 0) on and bfloat16 from Ampere (8, 0) on. Triton, and
+    # so torch.compile, needs Volta too
     capability = (0, 0)
     if device.type == "cuda":
-        index = int(os.environ["LOCAL_RANK"]) if world_size > 1 else device.index or 0
-        count = torch.cuda.device_count()
-        require(index < count, f"process {index} finds no GPU of its own: there are {count}")
-        device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability(device)
     if world_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    # matrix units take bfloat16 since Ampere (8, 0), float16 since Volta (7, 0), which is also the
-    # oldest that Triton, and so torch.compile, makes kernels for
-    half = "bfloat16" if capability >= (8, 0) else "float16"
-    dtype = half if capability >= (7, 0) else "float32"
-    dtype = dtype if args.dtype == "auto" else args.dtype
-    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-    # torch's cache of compiled graphs leaves autocast's dtype out of its key (seen with 2.11): a
-    # bfloat16 run after a float16 one would get that one's graph, and learn nothing
+        # Compile the model as one graph, not cut into DDP's buckets: 2% faster on four H200
+        torch._dynamo.config.optimize_ddp = False
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "float32"
+        if capability >= (7, 0):
+            dtype = "bfloat16" if capability >= (8, 0) else "float16"
+    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")  # high: TF32
+    # PyTorch 2.11 leaves autocast's dtype out of the key of its cache of compiled graphs: a
+    # bfloat16 run after a float16 one would get the float16 graph, and would not learn
     torch.compiler.config.cache_key_tag = dtype
-    compiled = capability >= (7, 0) and triton is not None
-    compiled = compiled if args.compile is None else args.compile
-    return Run(device, dtype, compiled, rank, world_size)
+    can_compile = capability >= (7, 0) and triton is not None
+    return Run(device, dtype, first_given(args.compile, can_compile), rank, world_size)
 
 
-def fits(model: GPT, B: int, T: int, run: Run) -> bool:
-    """Return whether a forward and backward pass of (B, T) fits the GPU of every process."""
-    full = torch.zeros((), device=run.device)
-    try:  # in place of what is not there yet: AdamW's two moments, and 5% for all the rest
-        spare = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-        total = torch.cuda.get_device_properties(run.device).total_memory  # bytes
-        spare.append(torch.empty(total // 20, dtype=torch.uint8, device=run.device))
-        tokens = torch.zeros(B, T, dtype=torch.int64, device=run.device)
-        with run.autocast():
-            loss = model(tokens, tokens.clone())  # one tensor twice would be a graph of its own
-        loss.backward()
-    except torch.OutOfMemoryError:
-        full += 1
-        torch.compiler.reset()  # it keeps 8 graphs at most, and this one is of no use
-    spare = loss = None
-    model.zero_grad()
-    torch.cuda.empty_cache()
-    return run.mean(full).item() == 0
+def choose_device(name: str) -> torch.device:
+    """Return the device that --device names. Under torchrun each process has a GPU of its own;
+    otherwise CUDA_VISIBLE_DEVICES selects one."""
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    require(name in ("auto", "cpu", best.type), f"there is no device {name} here, only {best.type}")
+    device = best if name == "auto" else torch.device(name)
+    if device.type != "cuda":
+        return device
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.cuda.device_count()
+    require(index < count, f"process {index} has no GPU of its own: there are {count}")
+    return torch.device("cuda", index)
 
 
-def choose_batch_size(model: GPT, args: argparse.Namespace, checkpoint: dict, run: Run) -> int:
-    """Return B, the sequences of a process and micro-step; a step is made of whole micro-steps."""
-    T, total, cuda = args.seq_len, args.total_batch_size, run.device.type == "cuda"
-    sequences, rest = divmod(total, T * run.world_size)  # of one process, in a step
-    what = f"seq_len {T} x {run.world_size} processes"
-    nearest = max(1, sequences) * T * run.world_size
-    require(rest == 0, f"total_batch_size {total} is no multiple of {what}; {nearest} is")
-    divisors = [B for B in range(1, sequences + 1) if sequences % B == 0]
-    if args.batch_size != "auto":
-        what = f"{sequences} sequences a step and process; these do: {divisors}"
-        require(args.batch_size in divisors, f"batch_size {args.batch_size} does not divide {what}")
+def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int:
+    """Return about how many bytes of GPU memory training needs for micro-steps of (B, T)."""
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(p.numel() for p in GPT(config).parameters())
+    # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter; a 16-bit
+    #    copy of the weights for autocast and gradients on their way take about 4 more
+    fixed = 20 * parameters
+    # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
+    #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU
+    size = 2 if run.dtype in ("bfloat16", "float16") else 4  # bytes per value
+    block = 16 * config.n_embd * size
+    if size == 2:
+        block = 20 * config.n_embd * size  # autocast keeps some of them in float32
+    per_token = config.n_layer * block
+    if args.recompute:  # every block's input, and all values of one block at a time
+        per_token = config.n_layer * config.n_embd * size + block
+    # 3. the logits. Without kernel and compilation there are two float32 copies of them besides
+    uses_kernel = triton is not None and run.dtype == "bfloat16"
+    per_token += config.vocab_size * (size if run.compile or uses_kernel else 12)
+    return fixed + B * args.seq_len * per_token
+
+
+def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
+    """Return B, the number of sequences in a micro-step of one process: --batch_size, or for auto
+    the largest power of two that fits. A step consists of whole micro-steps."""
+    T = args.seq_len
+    total = args.total_batch_size
+    sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
+    factors = f"seq_len {T} x {run.world_size} processes"
+    require(rest == 0, f"total_batch_size {total} is not a multiple of {factors}")
+    if args.batch_size is not None:
+        found = f"batch_size {args.batch_size} does not divide the {sequences} sequences"
+        require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
         return args.batch_size
-    if checkpoint.get("world_size") == run.world_size:  # to go on bit for bit
-        return checkpoint["args"]["batch_size"]
-    most = 128 if cuda else max(1, 8192 // T)
-    powers = [2**i for i in range(14) if 2**i <= most and 2**i in divisors]
-    found = next((B for B in powers[::-1] if not cuda or fits(model, B, T, run)), 0)
-    require(found > 0, f"no sequence of {T} tokens fits this GPU; --recompute needs less memory")
-    return found
+    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]  # up to 128
+    if run.device.type != "cuda":
+        return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
+    memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
+    fitting = [B for B in powers_of_two if estimate_memory(config, B, args, run) <= memory]
+    advice = "use --recompute, a shorter --seq_len or a smaller --model"
+    require(fitting, f"not even one sequence of {T} tokens fits into this GPU's memory: {advice}")
+    return max(fitting)
 
 
 # -----------------------------------------------------------------------------
 # checkpoints
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole, however sharded
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that gets its name, in place of an older one, only once it is whole."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())  # on the disk before it gets its name
-    os.replace(path.with_suffix(".tmp"), path)
-
-
-def save_checkpoint(path: Path, model: nn.Module, optimizer, run: Run, **rest) -> None:
-    """Write path: the same file whatever parallelism and compile. rest is plain numbers, strings,
-    lists and dicts. All processes call this, the first one writes."""
-    weights, moments = dcp.get_state_dict(model, optimizer, options=FULL)
+def save_checkpoint(
+    path: Path, model: GPT, optimizers: list[torch.optim.Optimizer], run: Run, **rest
+) -> None:
+    """Write a checkpoint: model and optimizer state, and `rest`, plain numbers, strings, lists and
+    dicts. Every process calls this and the first one writes. The file is the same for every number
+    of GPUs, with and without compile."""
+    weights, moments = dcp.get_state_dict(model, optimizers, options=FULL)
     if run.rank == 0:
-        del weights["lm_head.weight"]  # it is wte's
-        with replacing(path) as file:
+        # named_parameters lists a tied matrix once
+        weights = {name: weights[name] for name, _ in model.named_parameters()}
+        with atomic_write(path) as file:
             torch.save({"model": weights, "optimizer": moments, **rest}, file)
-    run.print(f"saved {path}")
+    print0(f"saved {path}")
 
 
 def load_checkpoint(path: str | Path) -> dict:
-    """Return a checkpoint, its tensors on the CPU. Raises ValueError if path is not a whole one."""
+    """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU. Raises
+    UserError if the file is not a whole checkpoint."""
     with reading(path):
-        require(is_zipfile(path), "it is no checkpoint, or not a whole one")
+        require(is_zipfile(path), "it is not a checkpoint, or only a part of one")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        checkpoint["model"]["lm_head.weight"] = checkpoint["model"]["transformer.wte.weight"]
+        missing = {"model", "config", "args"} - checkpoint.keys()
+        require(not missing, f"it has no {missing}, so it is not a checkpoint of this script")
         return checkpoint
 
 
@@ -659,214 +705,97 @@ def list_checkpoints(log_dir: str) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-def find_checkpoint(args: argparse.Namespace, run: Run) -> dict:
-    """Return the checkpoint to resume, {} for none. No run may be lost or mixed up unasked."""
-    holds_run = list_checkpoints(args.log_dir) or (Path(args.log_dir) / "log.txt").exists()
-    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
-    allowed = not holds_run or args.resume or args.overwrite
-    require(allowed, f"log_dir {args.log_dir} holds a run: {choice}")
-    for path in reversed(list_checkpoints(args.log_dir) if args.resume else []):
+def find_checkpoint(args: Namespace) -> dict:
+    """Return the newest checkpoint that --resume can continue, {} to start from the beginning.
+    Raises UserError rather than mix two runs in one log_dir or lose one."""
+    paths = list_checkpoints(args.log_dir)
+    if not args.resume:
+        is_free = not paths and not Path(args.log_dir, "log.txt").exists()
+        choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
+        require(is_free or args.overwrite, f"{args.log_dir} holds a run: {choice}")
+        return {}
+    for path in reversed(paths):
         try:
             return load_checkpoint(path)
-        except ValueError as error:  # a disk that lost its last writes has an older one
-            run.print(f"warning: {error}; trying the one before")
+        except UserError as error:
+            print0(f"warning: {error}; trying the checkpoint before it")
+    require(not paths, f"no checkpoint in {args.log_dir} can be read; --overwrite deletes them all")
     return {}
 
 
-def check_resume(checkpoint: dict, config: GPTConfig, args: argparse.Namespace, data: str) -> None:
-    """Raise ValueError, naming what differs, if checkpoint belongs to another run than this."""
-    flags = ("seq_len", "seed", "total_batch_size", "shuffle")
-    here = asdict(config) | {flag: getattr(args, flag) for flag in flags} | {"data": data}
-    there = checkpoint["args"] | checkpoint["config"] | {"data": checkpoint["data"]}
-    differ = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
-    require(not differ, f"--resume: {args.log_dir} holds another run: {'; '.join(differ)}")
-
-
 # -----------------------------------------------------------------------------
-# weights from and to other programs
-
-HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # Hugging Face has these as (in, out)
-
-
-def load_source(name: str) -> dict:
-    """Return config, model (its weights) and args (model, seq_len) of what --init_from names: one
-    of HUGGING_FACE, a folder in its format, a model .bin of llm.c's, one of our checkpoints or the
-    log_dir with it, of which the newest counts."""
-    foreign = name in HUGGING_FACE or name.endswith(".bin") or Path(name, "config.json").is_file()
-    if not foreign:
-        path = [Path(name), *list_checkpoints(name)][-1]
-        what = f"{name} is no checkpoint, holds none and is none of"
-        require(path.is_file(), f"{what} {', '.join(HUGGING_FACE)}")
-        return load_checkpoint(path)
-    shape, V, weights = load_llmc(name) if name.endswith(".bin") else load_hf(name)
-    tokenizer = {50257: "gpt2", 257: "bytes"}.get(V)  # which these formats do not name
-    require(tokenizer is not None, f"{name} has a vocabulary of {V}, expected GPT-2's 50257")
-    config = GPTConfig(*shape, V, tokenizer, V - 1)
-    size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
-    wte = weights["transformer.wte.weight"]
-    wte = F.pad(wte, (0, 0, 0, -len(wte) % 128))  # llm.c's has its padding already
-    weights |= {"transformer.wte.weight": wte, "lm_head.weight": wte}
-    args = {"model": size, "seq_len": config.block_size}
-    return {"config": asdict(config), "model": weights, "args": args}
-
-
-def load_hf(name: str) -> tuple[tuple, int, dict[str, Tensor]]:
-    """Return shape (n_layer, n_head, n_embd, block_size), vocabulary size and weights of a GPT-2 in
-    Hugging Face's format, a folder or on its hub."""
-    from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
-
-    with reading(name):
-        theirs = AutoConfig.from_pretrained(name)
-        require(theirs.model_type == "gpt2", f"a {theirs.model_type} model, expected gpt2")
-        for key in ("activation_function", "layer_norm_epsilon", "scale_attn_weights", "n_inner",
-                    "scale_attn_by_inverse_layer_idx", "tie_word_embeddings"):  # fmt: skip
-            found, expected = getattr(theirs, key), getattr(GPT2Config(), key)
-            require(found in (expected, 4 * theirs.n_embd), f"{key} {found}, expected {expected}")
-        model, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-        amiss = {what: sorted(names) for what, names in report.items() if names}
-        require(not amiss, f"weights that do not fit: {amiss}")
-        shape = (theirs.n_layer, theirs.n_head, theirs.n_embd, theirs.n_positions)
-        weights = {n: p.T if n.endswith(CONV1D) else p for n, p in model.state_dict().items()}
-        return shape, theirs.vocab_size, weights
-
-
-def export_hf(model: GPT, folder: str) -> None:
-    """Write a folder that transformers loads offline: the weights, without padding, as float32,
-    and the tokenizer."""
-    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
-    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-
-    c = model.config
-    sizes = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
-    sizes |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
-    theirs = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=c.eot, eos_token_id=c.eot))
-    weights = {n: p.T if n.endswith(CONV1D) else p for n, p in model.state_dict().items()}
-    for name in ("transformer.wte.weight", "lm_head.weight"):
-        weights[name] = weights[name][: c.vocab_size]
-    theirs.load_state_dict(weights)
-    theirs.save_pretrained(folder)
-    # byte pairs merge in the order of their tokens; Hugging Face spells a byte as a character
-    tokenizer, spelling = fineweb.get_tokenizer(c.tokenizer), bytes_to_unicode()
-    tokens = [tokenizer.decode_single_token_bytes(token) for token in range(c.eot)]
-    vocab = {"".join(spelling[b] for b in token): rank for rank, token in enumerate(tokens)}
-    merges = generate_merges(vocab, None)
-    GPT2Tokenizer({**vocab, "<|endoftext|>": c.eot}, merges).save_pretrained(folder)
-
-
-def list_llmc(model: GPT) -> dict[str, Tensor]:
-    """Return the parameters in llm.c's order: a kind for all layers before the next."""
-    kinds = [name for name, _ in model.transformer.h[0].named_parameters()]
-    blocks = [f"h.{layer}.{kind}" for kind in kinds for layer in range(model.config.n_layer)]
-    names = ("wte.weight", "wpe.weight", *blocks, "ln_f.weight", "ln_f.bias")
-    return {f"transformer.{name}": model.transformer.get_parameter(name) for name in names}
-
-
-def load_llmc(path: str) -> tuple[tuple, int, dict[str, Tensor]]:
-    """Return what load_hf does, float32, of a model .bin: 256 int32, then the numbers."""
-    with reading(path):
-        header = np.fromfile(path, np.int32, 256).tolist()
-        magic, version, T, V, L, nh, C = header[:7]
-        found = f"magic {magic}, version {version}"
-        require(magic == 20240326 and version in (3, 5), f"{found}, expected 20240326, 3 or 5")
-        with torch.device("meta"):
-            params = list_llmc(GPT(GPTConfig(L, nh, C, T, V)))
-        bits, dtype = (np.int32, torch.float32) if version == 3 else (np.int16, torch.bfloat16)
-        numbers = torch.from_numpy(np.fromfile(path, bits, offset=256 * 4)).view(dtype).float()
-        parts = numbers.split([p.numel() for p in params.values()])  # fails unless all are there
-        weights = {n: part.view_as(params[n]) for n, part in zip(params, parts, strict=True)}
-        return (L, nh, C, T), V, weights
-
-
-def export_llmc(model: GPT, path: str, dtype: str) -> None:
-    """Write llm.c's model .bin: version 5 if dtype is bfloat16, else 3, float32."""
-    c, header, Vp = model.config, np.zeros(256, np.int32), len(model.lm_head.weight)
-    version, stored = (5, torch.bfloat16) if dtype == "bfloat16" else (3, torch.float32)
-    header[:8] = 20240326, version, c.block_size, c.vocab_size, c.n_layer, c.n_head, c.n_embd, Vp
-    with replacing(Path(path)) as file:
-        file.write(header.tobytes())
-        for p in list_llmc(model).values():
-            file.write(p.detach().to(stored).view(torch.uint8).numpy().tobytes())
-
-
-# -----------------------------------------------------------------------------
-# evaluation
+# evaluation. All of it gets the model without its DDP wrapper, whose forward communicates: then no
+# process waits for another one before the sums at the end, whatever batches it has had
 
 
 @torch.no_grad()
-def validate(model: GPT, loader: DataLoaderLite, windows: int, run: Run) -> float:
-    """Return the mean loss, nats a token, of the first windows, whatever B and world size."""
+def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float:
+    """Return the mean loss, in nats per token, over the first `tokens` tokens of the split, or all
+    that it has. They are the same tokens for every B and number of processes."""
+    model.eval()
     loader.reset()
+    windows = min(max(1, tokens // loader.T), loader.windows)
+    first_row = run.rank * loader.B
+    rows = torch.arange(first_row, first_row + loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
-    rows = torch.arange(loader.B, device=run.device)[:, None] + run.rank * loader.B  # (B, 1)
     for first in range(0, windows, loader.B * run.world_size):
         x, y = loader.next_batch()
-        y = y.masked_fill(first + rows >= windows, -1)  # as many batches on each, some rows spare
+        # Every process computes equally many batches; surplus rows of the last ones do not count
+        y = y.masked_fill(first + rows >= windows, -1)
         with run.autocast():
             sums.append(model(x, y, reduction="none").sum())
-    total = torch.stack(sums).cpu().double().sum().float().to(run.device)
+    total = torch.stack(sums).double().cpu().sum().float().to(run.device)
+    model.train()
     return run.mean(total).item() * run.world_size / (windows * loader.T)
 
 
-def find_hellaswag(args: argparse.Namespace, run: Run) -> Path | None:
-    """Return HellaSwag's file, downloaded once by the first process, None where that fails."""
-    if args.hellaswag_every is None:  # seconds on a GPU, half an hour on a CPU
-        args.hellaswag_every = 0 if run.device.type == "cpu" else 250
-    found = torch.zeros((), device=run.device)
-    if args.hellaswag_every and run.rank == 0:
+def find_hellaswag(args: Namespace, run: Run) -> Path | None:
+    """Return HellaSwag's file, downloaded if necessary, or None where it is not wanted or cannot be
+    downloaded."""
+    if args.hellaswag_every == 0:
+        return None
+    path = None
+    with run.main_first():
         try:
-            found += hellaswag.fetch().is_file()
+            path = hellaswag.fetch()
         except ConnectionError as error:
-            run.print(f"note: HellaSwag is skipped: {error}")
-    return hellaswag.fetch() if run.mean(found).item() > 0 else None  # the others have waited
+            print0(f"note: HellaSwag is skipped: {error}")
+    return path if run.all(path is not None) else None
 
 
 def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
-    """Return HellaSwag's acc_norm, as build-nanogpt counts it, and a line about it."""
-    begun = time.perf_counter()
+    """Return HellaSwag's acc_norm, counted as build-nanogpt does, and a line to print."""
+    model.eval()
+    start = time.perf_counter()
     with run.eager():
         score = hellaswag.score(model, path, "build-nanogpt", run.device)
-    took = f"in {time.perf_counter() - begun:.1f} s"
-    return score.share, f"HellaSwag: {score.acc_norm} of {score.n} = {score.share:.4f} {took}"
+    model.train()
+    seconds = time.perf_counter() - start
+    line = f"HellaSwag: {score.acc_norm} of {score.n} = {score.share:.4f} in {seconds:.1f} s"
+    return score.share, line
 
 
-def print_samples(model: GPT, args: argparse.Namespace, run: Run) -> None:
+def print_samples(model: GPT, args: Namespace, run: Run) -> None:
     """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
-    tokenizer, eot = fineweb.get_tokenizer(model.config.tokenizer), model.config.eot
+    tokenizer = fineweb.get_tokenizer(model.config.tokenizer)
+    eot = model.config.eot
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
-    tokens = torch.tensor([prompt] * args.num_samples, device=run.device)
+    tokens = torch.tensor([prompt] * args.num_samples, device=run.device)  # (num_samples, T)
+    model.eval()
     with run.eager():
         rows = generate(model, tokens, args)[:, len(prompt) :].tolist()
+    model.train()
     for i, row in enumerate(rows):
-        text = tokenizer.decode(row[: row.index(eot)] if eot in row else row)
-        run.print(f"sample {i}: {args.prompt}{text}")
-
-
-def use(args: argparse.Namespace, run: Run) -> int:
-    """Sample from the model of --init_from, or write it in another format; the exit status is 0."""
-    require(args.init_from != "scratch", "--sample and --export need a model: --init_from")
-    is_file = bool(args.export_hf) and Path(args.export_hf).is_file()
-    require(not is_file, f"--export_hf {args.export_hf} is a file, expected a folder or a new name")
-    source = load_source(args.init_from)
-    model = GPT.from_pretrained(source)
-    if args.export_hf:
-        export_hf(model, args.export_hf)
-        run.print(f"wrote {args.export_hf}, for transformers")
-    if args.export_llmc:
-        export_llmc(model, args.export_llmc, args.dtype)
-        run.print(f"wrote {args.export_llmc}, for llm.c")
-    if args.sample:
-        args.seq_len = args.seq_len or source["args"]["seq_len"]
-        print_samples(model.to(run.device), args, run)
-    return 0
+        text = tokenizer.decode(row).split("<|endoftext|>")[0]
+        print0(f"sample {i}: {args.prompt}{text}")
 
 
 # -----------------------------------------------------------------------------
-# log and speed
+# the log, and speed as a share of the hardware's
 
-# dense peak TFLOP/s by a part of the GPU's name, first match: 16 bits, tf32, float32. Source:
-# NVIDIA's data sheets (matrix units without sparsity, accumulating in float32; float32 without).
-# No tf32 before Ampere.
+# Peak TFLOP/s by a word in the GPU's name, first match: 16 bits, TF32, float32. Source: NVIDIA's
+# data sheets (dense matrix units that accumulate in float32, and plain float32). GPUs before Ampere
+# have no TF32 and compute in float32 instead.
 PEAK_TFLOPS = {
     "B200": (2250, 1125, 75),      "H200": (989, 494, 67),         "H100 PCIe": (756, 378, 51),
     "H100 NVL": (835, 417, 60),    "H100": (989, 494, 67),         "A100": (312, 156, 19.5),
@@ -876,257 +805,237 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-def peak_tok_per_sec(config: GPTConfig, T: int, run: Run) -> float:
-    """Return the tokens a second at 100% MFU on all GPUs, nan for an unknown one. Source: llm.c."""
-    L, C = config.n_layer, config.n_embd
-    N = 12 * L * C * C + config.vocab_size * C  # parameters in matrix products, the head's too
-    # 1. a parameter multiplies and adds, forward and twice backward: 6 N
-    # 2. q @ k and att @ v: 2 * 2 * C * T a layer, 3 times as above, half of it behind the mask
-    flops_per_token = 6 * N + 6 * L * C * T
-    gpu = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
-    peaks = next((peaks for part, peaks in PEAK_TFLOPS.items() if part in gpu), [math.nan] * 3)
+def peak_tokens_per_second(model: GPT, T: int, run: Run) -> float | None:
+    """Return the tokens per second at which the model FLOPs utilization (MFU) would be 100% on all
+    GPUs together, or None for an unknown GPU. Source: llm.c."""
+    # 1. a parameter of a matrix product takes part in one multiplication and one addition per
+    #    token, once in the forward and twice in the backward pass: 6 N
+    N = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    # 2. attention: 2 * 2 * C * T per layer for q @ k and att @ v, times 3 as above, of which the
+    #    causal mask needs half
+    flops_per_token = 6 * N + 6 * model.config.n_layer * model.config.n_embd * T
     column = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}[run.dtype]
-    return run.world_size * peaks[column] * 1e12 / flops_per_token
+    for name, peaks in PEAK_TFLOPS.items():
+        if run.device.type == "cuda" and re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+            return run.world_size * peaks[column] * 1e12 / flops_per_token
+    return None
 
 
 class Log:
-    """log.txt, a line `{step} {stream} {value}` a record, written by the first process."""
+    """log.txt in log_dir, written by the first process. A record is a line: step, stream, value."""
 
-    def __init__(self, args: argparse.Namespace, start: int, run: Run):
-        """Make log_dir ready: no run that --overwrite deletes, no records from step start on."""
-        path = Path(args.log_dir) / "log.txt" if run.rank == 0 else Path(os.devnull)
-        if run.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            old = list_checkpoints(args.log_dir) if args.overwrite else []
-            if old:
-                run.print(f"note: the run in {args.log_dir} is deleted")
-            for unwanted in [*path.parent.glob("*.tmp"), *old]:
-                unwanted.unlink()
-            path.touch()
-            lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last is half a line
-            with replacing(path) as file:
-                file.writelines(line + b"\n" for line in lines if int(line.split()[0]) < start)
-        self.file = open(path, "ab", buffering=0)  # noqa: SIM115 unbuffered: whole or not
+    def __init__(self, args: Namespace, start: int, run: Run):
+        """Open the log without the records of step `start` and later, which are about to be written
+        again. --overwrite deletes the run that was in log_dir."""
+        self.file = None
+        if run.rank > 0:
+            return
+        path = Path(args.log_dir, "log.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if args.overwrite:
+            for old in [*list_checkpoints(args.log_dir), path]:
+                old.unlink(missing_ok=True)
+        for partial in path.parent.glob("model_*.pt.*.tmp"):  # left behind by a killed process
+            partial.unlink()
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        with atomic_write(path) as file:
+            file.writelines(line for line in lines if is_record_before(line, start))
+        # Without a buffer every record reaches the file at once and whole
+        self.file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def record(self, step: int, **values: str) -> None:
         """Append a record for each stream=value."""
-        lines = (f"{step} {stream} {value}\n" for stream, value in values.items())
-        self.file.write("".join(lines).encode())
+        lines = [f"{step} {stream} {value}\n" for stream, value in values.items()]
+        if self.file:
+            self.file.write("".join(lines).encode())
+
+
+def is_record_before(line: bytes, start: int) -> bool:
+    """Return whether a line of log.txt is a whole record of a step before start."""
+    step = line.split(b" ")[0]
+    return line.endswith(b"\n") and step.isdigit() and int(step) < start
 
 
 # -----------------------------------------------------------------------------
 # training
 
 
-def choose_model(args: argparse.Namespace, meta: dict, checkpoint: dict) -> tuple[GPTConfig, dict]:
-    """Return the config and the checkpoint that the weights come from, {} for new; set seq_len."""
-    if args.init_from == "scratch":
-        args.model, source = args.model.removeprefix("gpt2:"), checkpoint
-        hint = "OpenAI's GPT-2 is --init_from gpt2"
-        require(args.model in SIZES, f"model {args.model} is none of {', '.join(SIZES)}; {hint}")
-        config = GPTConfig(*SIZES[args.model][:4], **meta)
-    else:
-        source = checkpoint or load_source(args.init_from)
-        config, args.model = GPTConfig(**source["config"]), source["args"]["model"]
-        what = f"{args.init_from} reads {config.tokenizer} tokens, {args.data_dir} has"
-        require(config.tokenizer == meta["tokenizer"], f"{what} {meta['tokenizer']}")
-    args.seq_len = args.seq_len or (source["args"]["seq_len"] if source else config.block_size)
-    what = f"the {config.block_size} tokens that {args.model} can see"
-    require(args.seq_len <= config.block_size, f"seq_len {args.seq_len} is longer than {what}")
-    return config, source
-
-
-def describe(args, model: GPT, data: str, loader, val_windows: int, run: Run) -> list[str]:
-    """Return the lines that a run starts with."""
-    B, T, world, context = args.batch_size, args.seq_len, run.world_size, model.config.block_size
-    device = f"{run.device.type.upper()}, {torch.get_num_threads()} threads"
-    device = torch.cuda.get_device_name() if run.device.type == "cuda" else device
-    epochs = args.max_steps * args.total_batch_size / (loader.windows * T)
-    val_all = " (all of it)" if val_windows < args.val_tokens // T else ""
-    parameters = sum(p.numel() for p in model.parameters())
-    lines = [
-        f"device | {world} x {device}, {run.dtype}, compile {'on' if run.compile else 'off'}",
-        f"model  | {args.model}, {parameters:,} parameters",
-        f"data   | {args.data_dir}: {data}; validation on {val_windows * T:,}{val_all}",
-        f"batch  | {args.total_batch_size:,} tokens = B {B} x T {T} x {world} processes x "
-        f"{args.total_batch_size // (B * T * world)} micro-steps",
-        f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; {args.warmup_steps} of warmup to "
-        f"learning rate {args.max_lr:g}, {args.schedule} to {args.min_lr:g}",
-    ]
-    if context > T and not args.quickstart:
-        lines.append(f"warning: T {T} leaves the model's positions {T} to {context - 1} untrained")
-    if epochs > 4:
-        lines.append(f"warning: {epochs:.1f} epochs; after 4, repeated data teaches little")
-    if epochs > 0.2 * args.max_steps:
-        share = f"{epochs / args.max_steps:.1f} epochs"
-        lines.append(f"warning: {share} a step; a smaller --total_batch_size makes more of them")
-    days = 6 * parameters * args.max_steps * args.total_batch_size / 1e12 / 86400  # at 1 TFLOP/s
-    if run.device.type == "cpu" and days > 1:
-        lines.append(f"warning: {days:.0f} days or more on a CPU; --quickstart takes two minutes")
-    return lines
-
-
-def catch_signals(run: Run) -> list[int]:
-    """Return a list that SIGTERM and SIGINT go to, once each; a second of a kind ends all."""
-    received, note = [], b"\nsaving after this step; once more ends it now, unsaved\n"
+def catch_signals() -> list[int]:
+    """Return a list to which SIGTERM and SIGINT are appended when they arrive. The second signal of
+    a kind ends the program at once."""
+    received = []
+    note = b"\nSaving a checkpoint after this step. The same signal again ends the run at once.\n"
 
     def catch(signum, frame):
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
-        os.write(2, note if run.rank == 0 else b"")  # print may be at work where this breaks in
+        if os.environ.get("RANK", "0") == "0":
+            os.write(2, note)  # the signal may have interrupted a print
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, catch)
     return received
 
 
-def train(args: argparse.Namespace, run: Run) -> int:
-    """Train as the flags say and return the exit status: 0, or 128 + the signal that ended it."""
-    # what to train, on what, from where
-    meta = read_meta(args.data_dir)
-    train_shards = open_shards(args.data_dir, "train")
-    val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
-    checkpoint = find_checkpoint(args, run)
-    config, source = choose_model(args, meta, checkpoint)
-    data = summarize(train_shards)
-    if checkpoint:
-        check_resume(checkpoint, config, args, data)
-    if args.sample_every:
-        fineweb.get_tokenizer(config.tokenizer)  # not to be had: now, not after 250 steps
+def is_due(step: int, every: int, args: Namespace) -> bool:
+    """Return whether something that happens every so many steps is due: 0 means never, and
+    everything else is also due after the last update."""
+    return every > 0 and (step % every == 0 or step == args.max_steps)
 
-    # the model: the same seed gives the same weights on every device
+
+def train(args: Namespace, checkpoint: dict, run: Run) -> int:
+    """Train and return the exit status: 0, or 128 plus the number of the signal that ended it."""
+    # what to train, on which data, from which weights
+    train_shards = open_shards(args.data_dir, "train")
+    data = summarize(train_shards)
+    args, config, source = settle_args(args, checkpoint, train_shards, run)
+    if checkpoint:
+        check_resume(args, data, checkpoint)
+    B, T, V = args.batch_size, args.seq_len, config.vocab_size
+    grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
+
+    val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
+    train_loader = DataLoaderLite(train_shards, B, T, V, args.seed if args.shuffle else None, run)
+    val_loader = DataLoaderLite(val_shards, B, T, V, None, run)
+    hellaswag_file = find_hellaswag(args, run)
+    if args.sample_every:
+        fineweb.get_tokenizer(config.tokenizer)  # if it cannot be downloaded, say so now
+
+    # The model. The weights are drawn on the CPU, so a seed gives the same ones on every device.
+    # PyTorch draws no random numbers after this: there is no dropout, and the data order and the
+    # samples have generators of their own. So a checkpoint needs no random state. (A fork with
+    # dropout stays exact if it calls torch.manual_seed with seed and step before each step)
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
+    if source:
+        raw_model.load_weights(source["model"], args.init_from)
     raw_model.to(run.device)
     if run.compile:
         raw_model.compile(dynamic=False)
-    B, T = choose_batch_size(raw_model, args, checkpoint, run), args.seq_len
-    args.batch_size, grad_accum_steps = B, args.total_batch_size // (B * T * run.world_size)
-    model = DDP(raw_model, gradient_as_bucket_view=True) if run.world_size > 1 else raw_model
+    model = raw_model
+    if run.world_size > 1:
+        model = DDP(raw_model, gradient_as_bucket_view=True)
 
-    # data, optimizer and all else that the next step depends on
-    place, seed = (B, T, run.rank, run.world_size), args.seed if args.shuffle else None
-    train_loader = DataLoaderLite(*place, train_shards, config.vocab_size, seed, run.device)
-    val_loader = DataLoaderLite(*place, val_shards, config.vocab_size, None, run.device)
-    val_windows = min(max(1, args.val_tokens // T), val_loader.windows)
-    hellaswag_file = find_hellaswag(args, run)
-    fill_schedule(args, train_loader.windows)
-    optimizer = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
+    # everything else that the next step depends on
+    optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    start, val_loss = checkpoint.get("step", 0), checkpoint.get("val_loss")
-    loss_window, norm_window = checkpoint.get("loss_window", []), checkpoint.get("norm_window", [])
-    beyond = f"{args.log_dir} is at step {start}, beyond max_steps {args.max_steps}"
-    require(start <= args.max_steps, f"--resume: {beyond}")
+    start = checkpoint.get("step", 0)  # updates done
+    loss_window = checkpoint.get("loss_window", [])
+    norm_window = checkpoint.get("norm_window", [])
     if checkpoint:
-        dcp.set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=FULL)
-        if checkpoint["scaler"]:  # {} where that run had none
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for saved, group in zip(checkpoint["optimizer"]["param_groups"], groups, strict=True):
+            saved["weight_decay"] = group["weight_decay"]  # the flag decides
+        dcp.set_optimizer_state_dict(raw_model, optimizers, checkpoint["optimizer"], options=FULL)
+        if checkpoint["scaler"]:  # empty unless the run used float16
             scaler.load_state_dict(checkpoint["scaler"])
         train_loader.reset(checkpoint["position"])
-    if source:
-        raw_model.load_state_dict(source["model"])
 
-    def save(step: int) -> None:
-        rest = {"step": step, "position": train_loader.position, "data": data}
-        rest |= {"loss_window": loss_window, "norm_window": norm_window, "val_loss": val_loss}
-        rest |= {"scaler": scaler.state_dict(), "config": asdict(config), "args": vars(args)}
-        path = Path(args.log_dir) / f"model_{step:05d}.pt"
-        save_checkpoint(path, model, optimizer, run, world_size=run.world_size, **rest)
+    def save(step: int, val_loss: float | None) -> None:
+        state = {"step": step, "position": train_loader.position, "val_loss": val_loss}
+        state |= {"loss_window": loss_window, "norm_window": norm_window}
+        state |= {"scaler": scaler.state_dict(), "world_size": run.world_size, "data": data}
+        state |= {"config": asdict(config), "args": vars(args)}
+        path = Path(args.log_dir, f"model_{step:05d}.pt")
+        save_checkpoint(path, raw_model, optimizers, run, **state)
         if run.rank == 0 and args.keep:
             for old in list_checkpoints(args.log_dir)[: -args.keep]:
                 old.unlink()
 
     log = Log(args, start, run)
-    peak, skipping = peak_tok_per_sec(config, T, run), args.skip_loss_z or args.skip_grad_z
-    run.print(*describe(args, raw_model, data, train_loader, val_windows, run))
-    signals, skipped, times = catch_signals(run), 0, []
-    t0 = time.perf_counter()
+    print0(*describe(args, raw_model, data, train_loader.windows, run))
+    peak = peak_tokens_per_second(raw_model, T, run)
+    signals = catch_signals()
+    skipped = 0  # updates in a row
+    # One iteration more than there are updates: each begins with the evaluation of the model after
+    # `step` updates, so that the last iteration evaluates the last update and then ends
     for step in range(start, args.max_steps + 1):
-        last, counter = step == args.max_steps, f"step {step:5d}/{args.max_steps}"
-        every = (args.val_every, args.hellaswag_every, args.sample_every, args.save_every)
-        due = [n > 0 and (step % n == 0 or last) for n in every]
-        val_due, hellaswag_due, sample_due, save_due = due
-        if any(due):
-            if val_due:
-                val_loss = validate(raw_model, val_loader, val_windows, run)
-                run.print(f"{counter} | val loss: {val_loss:.4f}")
-                log.record(step, val=f"{val_loss:.4f}")
-            if hellaswag_due and hellaswag_file:
-                share, line = score_hellaswag(raw_model, hellaswag_file, run)
-                run.print(f"{counter} | {line}")
-                log.record(step, hella=f"{share:.4f}")
-            if sample_due and (step > 0 or last):
-                print_samples(raw_model, args, run)
-            if save_due and step > start:
-                save(step)
-            t0 = time.perf_counter()  # all of these have waited for the device
-        if last:
+        counter = f"step {step:5d}/{args.max_steps}"
+        val_loss = None  # of the model after exactly `step` updates
+        if is_due(step, args.val_every, args):
+            val_loss = validate(raw_model, val_loader, args.val_tokens, run)
+            print0(f"{counter} | val loss: {val_loss:.4f}")
+            log.record(step, val=f"{val_loss:.4f}")
+        if hellaswag_file and is_due(step, args.hellaswag_every, args):
+            share, line = score_hellaswag(raw_model, hellaswag_file, run)
+            print0(f"{counter} | {line}")
+            log.record(step, hella=f"{share:.4f}")
+        if is_due(step, args.sample_every, args) and (step > 0 or args.max_steps == 0):
+            print_samples(raw_model, args, run)
+        if is_due(step, args.save_every, args) and step > start:
+            save(step, val_loss)
+        if step == args.max_steps:
             break
 
-        # one optimizer step: the mean gradient of total_batch_size tokens
+        # one optimizer step, on the mean gradient of total_batch_size tokens
+        t0 = time.perf_counter()
         if args.overfit_one_batch:
             train_loader.reset()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss_sum = torch.zeros((), device=run.device)
         for micro_step in range(grad_accum_steps):
-            x, y = train_loader.next_batch()
-            # DDP then averages gradients over processes once a step, not once a micro-step
+            x, y = train_loader.next_batch()  # (B, T) each
+            # DDP averages gradients over the processes when this is set: once a step is enough
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
-                loss = model(x, y) / grad_accum_steps  # backward sums, the step wants the mean
+                loss = model(x, y) / grad_accum_steps  # backward sums; the step needs the mean
+            # Small gradients would become 0 in float16. The scaler multiplies the loss by a large
+            # factor and halves it whenever gradients overflow; for other dtypes the factor is 1
             scaler.scale(loss).backward()
             loss_sum += loss.detach()
-        scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
 
-        # here alone the host waits for the device: all processes agree whether to update
+        # The host waits for the GPU only here. The means are the same in every process, so all of
+        # them agree whether to update and whether to stop
         stop = loss_sum.new_tensor(float(len(signals)))
         loss, norm, stop = run.mean(torch.stack((loss_sum, norm, stop))).tolist()
-        z_loss, z_norm = z_score(loss_window, loss), z_score(norm_window, norm)
-        outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
+        z_loss = z_score(loss_window, loss)
+        z_norm = z_score(norm_window, norm)
+        is_outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
+        update = math.isfinite(loss) and math.isfinite(norm) and not is_outlier
         lr = get_lr(step, args)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        update = math.isfinite(loss + norm) and not outlier
-        if update:
-            scaler.step(optimizer)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            if update:
+                scaler.step(optimizer)
         scaler.update()
-        dt, t0 = time.perf_counter() - t0, time.perf_counter()
+        dt = time.perf_counter() - t0  # seconds, without evaluation
+        ms = f"{1000 * dt:.2f}"
 
-        tok_per_sec, ms = args.total_batch_size / dt, f"{1000 * dt:.2f}"
         log.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
-        z = [f" ({z:+.2f}z)" if skipping else "" for z in (z_loss, z_norm)]
-        line = f"{counter} | loss: {loss:.6f}{z[0]} | lr {lr:.4e} | norm: {norm:.4f}{z[1]}"
-        line += f" | dt: {ms}ms | tok/sec: {tok_per_sec:.0f}"
-        line += "" if math.isnan(peak) else f" | mfu: {100 * tok_per_sec / peak:.1f}%"
-        run.print(line if update else f"{line} | update skipped")
+        tokens_per_second = args.total_batch_size / dt
+        line = f"{counter} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {ms}ms"
+        line += f" | tok/sec: {tokens_per_second:.0f}"
+        if peak is not None:
+            line += f" | mfu: {100 * tokens_per_second / peak:.1f}%"
+        if not update:
+            line += " | update skipped"
+        print0(line)
         skipped = 0 if update else skipped + 1
         if skipped == 100:
             raise FloatingPointError(f"100 updates skipped in a row: loss {loss}, norm {norm}")
-        times.append(dt)
-        if len(times) == 10:
-            left = timedelta(seconds=round((args.max_steps - step) * float(np.median(times))))
-            run.print(f"time to go, evaluation apart: {left}")
+        if step == start + 10:
+            left = timedelta(seconds=round(dt * (args.max_steps - step)))
+            print0(f"about {left} left, without evaluation")
         if stop:
-            save(step + 1)
-            run.print("to go on: the same command, with --resume")
+            save(step + 1, None)
+            print0("to continue, run the same command with --resume")
             return 128 + signals[0] if signals else 0
 
-    unit = "byte" if config.tokenizer == "bytes" else "token"
-    result = f"; val loss {val_loss:.4f} nats per {unit}" if val_loss else ""
-    run.print(f"done: log in {Path(args.log_dir) / 'log.txt'}{result}")
+    print0(f"done: the log is {Path(args.log_dir, 'log.txt')}")
     if list_checkpoints(args.log_dir):
-        usual, command = parse_args([]), ["--sample", "--init_from", args.log_dir, "--seed", "1"]
-        for flag in ("prompt", "temperature", "max_new_tokens"):
-            if getattr(args, flag) != getattr(usual, flag):
-                command += [f"--{flag}", str(getattr(args, flag))]
-        run.print(f"next: python train_gpt2.py {shlex.join(command)}")
+        log_dir = shlex.quote(args.log_dir)
+        print0(f"next: python train_gpt2.py --sample --init_from {log_dir} --seed 1")
     return 0
 
 
 # -----------------------------------------------------------------------------
-# command line
+# the command line: what a run is. Whoever came for the training alone may stop here
 
-# --quickstart: 0.9M parameters learn to write like the documentation that every Python carries
+# --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 48,
     "total_batch_size": 768, "max_steps": 1600, "max_lr": 4e-3, "val_every": 400,
@@ -1135,95 +1044,452 @@ QUICKSTART = {
 }  # fmt: skip
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Return the flags. Raises ValueError for one that is unknown or has an impossible value."""
+def auto_or_int(text: str) -> int | None:
+    """Return the number in the text, or None for auto."""
+    return None if text == "auto" else int(text)
+
+
+# flag: (its default, or its type if settle_args decides the default; its help)
+FLAGS = {
+    "data_dir": ("edu_fineweb10B", "folder of shards"),
+    "log_dir": ("log", "folder for log.txt and checkpoints"),
+    "model": (str, f"size: {', '.join(SIZES)} (default: d12)"),
+    "init_from": ("scratch", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint or a folder"),
+    "batch_size": (auto_or_int, "B: sequences per GPU and micro-step (default: auto, what fits)"),
+    "seq_len": (int, "T: tokens in a sequence (default: the model's context)"),
+    "total_batch_size": (2**19, "tokens per optimizer step, over all GPUs"),  # 524288
+    "max_steps": (19073, "optimizer steps"),  # 19073 * 2**19 tokens are 10B tokens
+    "epochs": (float, "set max_steps from the amount of data instead"),
+    "warmup_steps": (int, "(default: 715, or the same share of a shorter run)"),
+    "max_lr": (float, "peak learning rate (default: GPT-3's for the size)"),
+    "min_lr": (float, "learning rate at the end (default: a tenth of max_lr)"),
+    "schedule": ("cosine", "how the learning rate decays"),
+    "weight_decay": (0.1, "of matrices and embeddings"),
+    "grad_clip": (1.0, "largest gradient norm, 0: any"),
+    "seed": (1337, "of the initial weights, the data order and the samples"),
+    "shuffle": (True, "read the data in a new order every epoch"),
+    "device": ("auto", "where to compute"),
+    "dtype": ("auto", "precision of matrix products"),
+    "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
+    "recompute": (False, "save memory: compute each block again in the backward pass"),
+    "val_every": (250, "in steps, 0: never"),
+    "val_tokens": (20 * 2**19, "tokens to validate on"),
+    "hellaswag_every": (int, "in steps, 0: never (default: 250, on a CPU 0)"),
+    "sample_every": (250, "in steps, 0: never"),
+    "save_every": (5000, "in steps, 0: never"),
+    "keep": (0, "how many of the newest checkpoints to keep, 0: all"),
+    "resume": (False, "continue log_dir's newest checkpoint"),
+    "overwrite": (bool, "delete the run in log_dir first"),
+    "overfit_one_batch": (False, "train on the first batch only, to debug"),
+    "skip_loss_z": (0.0, "skip updates whose loss has a higher z-score, 0: none"),
+    "skip_grad_z": (0.0, "the same for the gradient norm"),
+    "quickstart": (False, "a small GPT on Python's documentation, offline"),
+    "sample": (False, "print what the model of --init_from writes, then exit"),
+    "export_hf": (str, "folder: write the model of --init_from for transformers, then exit"),
+    "prompt": ("Hello, I'm a language model,", "what samples begin with"),
+    "num_samples": (4, "samples"),
+    "max_new_tokens": (64, "tokens to add to the prompt"),
+    "temperature": (1.0, "0: always the most likely token"),
+    "top_k": (50, "draw from this many most likely tokens, 0: from all"),
+}
+CHOICES = {
+    "schedule": tuple(SCHEDULES),
+    "device": ("auto", "cuda", "mps", "cpu"),
+    "dtype": ("auto", "bfloat16", "float16", "tf32", "float32"),
+}
+# --sample takes these, unless they are given, from the run that made the model
+SAMPLING = ("prompt", "num_samples", "max_new_tokens", "temperature", "top_k", "seq_len")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of FLAGS. A flag that settle_args decides is None unless it is given."""
     parser = argparse.ArgumentParser(usage="python train_gpt2.py [flags]", allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message}; --help lists the flags")
-    flags, d = parser.add_argument_group("flags"), "(default: %(default)s)"
-    add, on_off = flags.add_argument, {"action": argparse.BooleanOptionalAction}
-    add("--data_dir", default="edu_fineweb10B", help=f"folder of shards {d}")
-    add("--log_dir", default="log", help=f"folder for log.txt and checkpoints {d}")
-    add("--model", default="d12", help=f"{', '.join(SIZES)} {d}")
-    add("--init_from", default="scratch", help=f"{', '.join(HUGGING_FACE)}, a folder or file {d}")
-    add("--batch_size", default="auto", help=f"B: sequences per GPU and micro-step {d}")
-    add("--seq_len", type=int, help="T: tokens of a sequence (default: all that the model can see)")
-    add("--total_batch_size", type=int, default=2**19, help=f"tokens per step, on all GPUs {d}")
-    steps = flags.add_mutually_exclusive_group()  # 19073 of 2**19 tokens are 10B
-    steps.add_argument("--max_steps", type=int, default=19073, help=f"optimizer steps {d}")
-    steps.add_argument("--epochs", type=float, help="sets max_steps from the data instead")
-    add("--warmup_steps", type=int, help="(default: 715, or the same share of a shorter run)")
-    add("--max_lr", type=float, help="peak learning rate (default: GPT-3's for the size)")
-    add("--min_lr", type=float, help="where the schedule ends (default: a tenth of max_lr)")
-    add("--schedule", default="cosine", choices=("cosine", "linear", "constant", "wsd"), help=d)
-    add("--weight_decay", type=float, default=0.1, help=f"of matrices and embeddings {d}")
-    add("--grad_clip", type=float, default=1.0, help=f"largest gradient norm, 0: any {d}")
-    add("--seed", type=int, default=1337, help=d)
-    add("--shuffle", default=True, help="a new order of the data every epoch", **on_off)
-    add("--device", default="auto", help=f"cuda, mps or cpu {d}")
-    dtypes = ("auto", "bfloat16", "float16", "tf32", "float32")
-    add("--dtype", default="auto", choices=dtypes, help=f"of the matrix products {d}")
-    add("--compile", help="(default: on for CUDA)", **on_off)
-    add("--recompute", default=False, help="activations again in the backward pass", **on_off)
-    add("--val_every", type=int, default=250, help=f"steps, 0: never {d}")
-    add("--val_tokens", type=int, default=20 * 2**19, help=f"of the val split {d}")
-    add("--hellaswag_every", type=int, help="steps, 0: never (default: 250, on a CPU 0)")
-    add("--sample_every", type=int, default=250, help=f"steps, 0: never {d}")
-    add("--save_every", type=int, default=5000, help=f"steps, 0: never {d}")
-    add("--keep", type=int, default=0, help=f"keep the newest checkpoints only, 0: all {d}")
-    add("--resume", default=False, help="go on from log_dir's newest checkpoint, if any", **on_off)
-    add("--overwrite", help="delete the run in log_dir", **on_off)
-    add("--overfit_one_batch", action="store_true", help="the first one, for debugging")
-    add("--skip_loss_z", type=float, default=0, help=f"skip losses so many deviations up {d}")
-    add("--skip_grad_z", type=float, default=0, help=f"the same for the gradient norm {d}")
-    add("--quickstart", action="store_true", help="a small GPT on Python's documentation, offline")
-    add("--sample", action="store_true", help="print what the model of --init_from writes")
-    add("--export_hf", metavar="DIR", help="write it as a folder that transformers loads")
-    add("--export_llmc", metavar="FILE", help="write it for llm.c, bfloat16 with that --dtype")
-    add("--prompt", default="Hello, I'm a language model,", help=d)
-    add("--num_samples", type=int, default=4, help=d)
-    add("--max_new_tokens", type=int, default=64, help=d)
-    add("--temperature", type=float, default=1.0, help=f"0: always the likeliest token {d}")
-    add("--top_k", type=int, default=50, help=f"draw from so many, 0: all {d}")
-    if "--quickstart" in argv:
-        parser.set_defaults(**QUICKSTART)
+    parser.error = fineweb.refuse_arguments
+    group = parser.add_argument_group("flags")
+    exclusive = group.add_mutually_exclusive_group()
+    for flag, (default, text) in FLAGS.items():
+        options = {"help": text, "type": default}
+        if not callable(default):
+            options = {"help": f"{text} (default: {default})", "type": type(default)}
+            options["default"] = default
+        if options["type"] is bool:
+            options["action"] = argparse.BooleanOptionalAction
+            del options["type"]
+        where = exclusive if flag in ("max_steps", "epochs") else group
+        where.add_argument(f"--{flag}", choices=CHOICES.get(flag), **options)
+    return parser
+
+
+def parse_args(argv: list[str], stored: dict = {}) -> Namespace:  # noqa: B006
+    """Return the flags. A flag that is not given has its value from `stored`, the flags of a
+    checkpoint, then from --quickstart, then from FLAGS. Raises UserError for an unknown flag or an
+    impossible value."""
+    parser = make_parser()
     args = parser.parse_args(argv)
-    if args.batch_size != "auto":
-        require(args.batch_size.isdecimal(), f"batch_size {args.batch_size}: a number, or auto")
-        args.batch_size = int(args.batch_size)
+    if args.quickstart:
+        parser.set_defaults(**QUICKSTART)
+    kept = FLAGS.keys() - set(LOCAL)
+    parser.set_defaults(**{flag: value for flag, value in stored.items() if flag in kept})
+    args = parser.parse_args(argv)
     for flag, value in vars(args).items():
-        least = 1 if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples") else 0
-        valid = isinstance(value, str | None) or value >= least
-        require(valid, f"{flag} is {value}, expected at least {least}")
-    own = args.quickstart and Path(args.log_dir) == Path(QUICKSTART["log_dir"])
-    other = Path(args.data_dir) != Path(QUICKSTART["data_dir"])
-    require(not (own and other), "--quickstart with other data needs another --log_dir")
-    args.overwrite = own and not args.resume if args.overwrite is None else args.overwrite
-    require(not (args.resume and args.overwrite), "--resume or --overwrite, not both")
+        least = 0
+        if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples"):
+            least = 1
+        if isinstance(value, int | float):
+            require(least <= value < math.inf, f"{flag} is {value}, expected at least {least}")
+    require(args.seed < 2**32, f"seed is {args.seed}, expected less than 2**32")
+    if args.quickstart and Path(args.log_dir) == Path(QUICKSTART["log_dir"]):
+        is_own_data = Path(args.data_dir) == Path(QUICKSTART["data_dir"])
+        require(is_own_data, "--quickstart with other data needs a --log_dir of its own")
+        if args.overwrite is None:  # the quickstart replaces its own earlier run
+            args.overwrite = not args.resume
+    require(not (args.resume and args.overwrite), "give --resume or --overwrite, not both")
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Run the command line that the top of this file shows."""
-    try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
-        run = setup_run(args)
-        if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
-            if run.rank == 0:  # goes on where it was interrupted; when all is there, only says so
+def settle_args(
+    args: Namespace, checkpoint: dict, train_shards: dict[str, np.ndarray], run: Run
+) -> tuple[Namespace, GPTConfig, dict]:
+    """Return the flags with every value decided, the model's config, and what its weights come
+    from, {} for new ones. Nothing changes the flags later."""
+    new = Namespace(**vars(args))
+    new.model, config, source, T = settle_model(args, checkpoint)
+    new.seq_len = first_given(args.seq_len, T)
+    context = config.block_size
+    require(new.seq_len <= context, f"seq_len {new.seq_len} is longer than the context, {context}")
+    if args.epochs is not None:
+        windows = int(count_windows(train_shards, new.seq_len).sum())
+        steps = args.epochs * windows * new.seq_len / args.total_batch_size
+        new.max_steps = max(1, int(steps))
+        new.epochs = None  # max_steps says it now
+    # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
+    new.warmup_steps = first_given(args.warmup_steps, round(715 * min(1, new.max_steps / 19073)))
+    too_long = f"warmup_steps {new.warmup_steps} is more than max_steps {new.max_steps}"
+    require(new.warmup_steps <= new.max_steps, too_long)
+    new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
+    new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
+    every = 0 if run.device.type == "cpu" else 250  # half an hour on a CPU, seconds on a GPU
+    new.hellaswag_every = first_given(args.hellaswag_every, every)
+    if checkpoint and checkpoint["world_size"] != run.world_size:
+        new.batch_size = None
+    new.batch_size = choose_batch_size(new, config, run)
+    return new, config, source
+
+
+def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dict, int]:
+    """Return the name of the model's size, its config, what its weights come from, and the default
+    of T. The weights come from the checkpoint to resume, from --init_from, or are new: {}."""
+    meta = read_meta(args.data_dir)
+    if args.init_from == "scratch" and not checkpoint:
+        model = first_given(args.model, "d12").removeprefix("gpt2:")
+        hint = "OpenAI's GPT-2 is --init_from gpt2"
+        require(model in SIZES, f"model {model} is none of {', '.join(SIZES)}; {hint}")
+        config = GPTConfig(*SIZES[model][:4], **meta)
+        return model, config, {}, config.block_size
+    source = checkpoint or load_source(args.init_from)
+    config = GPTConfig(**source["config"])
+    tokenizer = meta["tokenizer"]
+    found = f"the model reads {config.tokenizer} tokens, {args.data_dir} has {tokenizer} tokens"
+    require(config.tokenizer == tokenizer, found)
+    size = source["args"]["model"]
+    is_size = checkpoint or args.model in (None, size)  # check_resume compares a checkpoint's
+    require(is_size, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
+    return first_given(args.model, size), config, source, source["args"]["seq_len"]
+
+
+def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> list[str]:
+    """Return the lines that a run starts with, given the windows in an epoch of its data."""
+    B, T, total = args.batch_size, args.seq_len, args.total_batch_size
+    device = torch.cuda.get_device_name() if run.device.type == "cuda" else run.device.type
+    parameters = sum(p.numel() for p in model.parameters())
+    epochs_per_step = total / (windows * T)
+    epochs = args.max_steps * epochs_per_step
+    lines = [
+        f"device | {run.world_size} x {device}, {run.dtype}{', compiled' if run.compile else ''}",
+        f"model  | {args.model}, {parameters:,} parameters; data {args.data_dir}, {data}",
+        f"step   | {total:,} tokens in micro-steps of B {B} x T {T} x {run.world_size} processes",
+        f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; learning rate {args.max_lr:g},"
+        f" {args.warmup_steps} steps of warmup, {args.schedule} to {args.min_lr:g}",
+    ]
+    if model.config.block_size > T and not args.quickstart:
+        lines.append(f"warning: the model's positions from {T} on stay untrained")
+    if epochs > 4:
+        lines.append("warning: after 4 epochs, repeated data teaches little")
+    if epochs_per_step > 0.2:
+        found = f"a step sees {epochs_per_step:.1f} epochs of the data"
+        lines.append(f"warning: {found}; a smaller --total_batch_size gives more steps")
+    days = 6 * parameters * args.max_steps * total / 1e12 / 86400  # at 1 TFLOP/s
+    if run.device.type == "cpu" and days > 1:
+        lines.append(f"warning: {days:.0f} days or more on a CPU; --quickstart takes two minutes")
+    return lines
+
+
+# A run with another value of these would be another run; other changes are announced
+FIXED = ("data", "model", "seq_len", "total_batch_size", "schedule", "seed", "shuffle")
+# These say what to do here and now, and are not part of a run
+LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
+
+
+def check_resume(args: Namespace, data: str, checkpoint: dict) -> None:
+    """Raise UserError if the checkpoint is of another run, and print what else has changed."""
+    here = vars(args) | {"data": data}
+    there = checkpoint["args"] | {"data": checkpoint["data"]}
+
+    def differences(keys: list[str]) -> str:
+        differing = [key for key in keys if key in there and here[key] != there[key]]
+        return ", ".join(f"{key} is {here[key]}, was {there[key]}" for key in differing)
+
+    refused = differences(FIXED)
+    require(not refused, f"--resume: {args.log_dir} holds another run: {refused}")
+    announced = differences(sorted(here.keys() - {*FIXED, *LOCAL}))
+    if announced:
+        print0(f"note: changed since the checkpoint: {announced}")
+    step = checkpoint["step"]
+    require(step <= args.max_steps, f"{args.log_dir} is at step {step}, beyond {args.max_steps}")
+
+
+def run_command(argv: list[str]) -> int:
+    """Do what the command line asks for and return the exit status."""
+    args = parse_args(argv)
+    if args.sample or args.export_hf:
+        require(args.init_from != "scratch", "--sample and --export_hf need a model: --init_from")
+        source = load_source(args.init_from)
+        stored = {flag: value for flag, value in source["args"].items() if flag in SAMPLING}
+        return use_model(parse_args(argv, stored), source)
+    checkpoint = find_checkpoint(args)
+    args = parse_args(argv, checkpoint.get("args", {}))
+    run = setup_run(args)
+    if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
+        with run.main_first():
+            if run.rank == 0:  # where the shards are complete already, this only says so
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-            run.mean(torch.zeros((), device=run.device))  # the other processes wait
-        using = args.sample or args.export_hf or args.export_llmc
-        status = use(args, run) if using else train(args, run)
-    except (ValueError, ConnectionError, FileNotFoundError) as error:  # for the user to put right
-        status, line = 2, error
-    except (FloatingPointError, OSError) as error:
-        status, line = 1, error
+    return train(args, checkpoint, run)
+
+
+def use_model(args: Namespace, source: dict) -> int:
+    """Sample from the model of --init_from or export it, and return the exit status 0."""
+    config = GPTConfig(**source["config"])
+    context = config.block_size
+    require(
+        args.seq_len <= context, f"seq_len {args.seq_len} is longer than the context, {context}"
+    )
+    model = GPT(config)
+    model.load_weights(source["model"], args.init_from)
+    if args.export_hf:
+        require(not Path(args.export_hf).is_file(), f"--export_hf {args.export_hf} is a file")
+        export_hf(model, args.export_hf)
+        print0(f"wrote {args.export_hf} for transformers")
+    if args.sample:
+        run = setup_run(args)
+        print_samples(model.to(run.device), args, run)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line shown at the top of this file and exit: 0 done, 2 a mistake that the
+    user can put right, 1 training failed, 128 + signal after SIGTERM or SIGINT."""
+    try:
+        status = run_command(sys.argv[1:] if argv is None else argv)
+    except (UserError, ConnectionError) as error:
+        status = report(error, 2)
+    except FloatingPointError as error:
+        status = report(error, 1)
     except torch.OutOfMemoryError as error:
-        status, line = 1, f"{error} A smaller --batch_size or --recompute needs less memory."
-    if status in (1, 2) and os.environ.get("RANK", "0") == "0":
-        print(f"train_gpt2.py: {line}", file=sys.stderr)
+        status = report(f"{error} A smaller --batch_size or --recompute needs less memory.", 1)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
+
+
+def report(problem: object, status: int) -> int:
+    """Print the problem as one line and return the exit status."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"train_gpt2.py: {problem}", file=sys.stderr)
+    return status
+
+
+# -----------------------------------------------------------------------------
+# appendix A: the loss as one kernel. The logits are the largest tensor of all, 6.6 GB in bfloat16
+# for GPT-2 124M at B = 64. PyTorch's compiled cross entropy takes 10.7 ms of an H100 for the loss
+# and its gradient. The kernel takes 4.8 ms, because it reads the logits once and writes the
+# gradient over them; copying them takes 4.4 ms
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """linear_cross_entropy for bfloat16 on a GPU. The gradient of a row of logits is softmax(row) -
+    onehot(target), times the gradient of the row's loss. The kernel leaves that last factor out; it
+    is one number per row, and the matrix products of the backward pass apply it. There is no second
+    derivative."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
+        w = weight.to(x.dtype)
+        logits = x @ w.T  # (N, padded V)
+        losses = torch.empty(len(x), device=x.device)  # float32
+        cross_entropy_kernel[(len(x),)](logits, targets, losses, V, len(w), num_warps=16)
+        ctx.save_for_backward(x, w, logits)
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, w, dlogits = ctx.saved_tensors
+        grad = grad[:, None]  # (N, 1) float32
+        dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
+        dx = (dlogits @ w * grad).to(x.dtype)
+        return dx, dweight, None, None
+
+
+if triton:
+
+    @triton.jit
+    def load_block(
+        row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, keep: tl.constexpr
+    ):
+        """Return row[start : start + size] in float32, with -inf from V on. Only the last block
+        needs a mask, which costs time."""
+        columns = start + tl.arange(0, size)
+        if start + size <= V:
+            x = tl.load(row + columns, eviction_policy=keep)
+        else:
+            x = tl.load(row + columns, columns < V, -float("inf"), eviction_policy=keep)
+        return x.to(tl.float32)
+
+    @triton.jit
+    def cross_entropy_kernel(logits, targets, losses, V: tl.constexpr, padded_V: tl.constexpr):
+        """Replace one row of logits (N, padded V) by its gradient and write the row's loss. Each
+        program of the grid handles one row."""
+        size: tl.constexpr = 16384  # columns per block
+        n = tl.program_id(0).to(tl.int64)  # int64, because n * padded_V can exceed 2**31
+        row = logits + n * padded_V
+        target = tl.load(targets + n)  # -1: this row has no loss
+        at_target = row + tl.maximum(target, 0)
+        x_target = tl.load(at_target).to(tl.float32)
+        # 1. In one pass, compute m, the largest logit, and s, the sum of exp(x - m). When a block
+        #    raises m, multiply the sum so far by exp(old m - new m)
+        m = -float("inf")
+        s = 0.0
+        for start in tl.static_range(0, V, size):
+            x = load_block(row, start, V, size, "evict_last")
+            larger = tl.maximum(m, tl.max(x, 0))
+            s = s * tl.exp(m - larger) + tl.sum(tl.exp(x - larger), 0)
+            m = larger
+        log_sum = m + tl.log(s)
+        tl.store(losses + n, tl.where(target < 0, 0.0, log_sum - x_target))
+        # 2. Overwrite the row, which is still in the GPU's cache, with its softmax, or with zeros
+        #    if there is no target
+        log_sum = tl.where(target < 0, float("inf"), log_sum)
+        for start in tl.static_range(0, padded_V, size):
+            p = tl.exp(load_block(row, start, V, size, "evict_first") - log_sum)
+            columns = start + tl.arange(0, size)
+            p = p.to(logits.dtype.element_ty)
+            tl.store(row + columns, p, columns < padded_V, eviction_policy="evict_first")
+        # 3. Subtract 1 at the target, after all threads have stored their part of the row
+        tl.debug_barrier()
+        p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
+        tl.store(at_target, p.to(logits.dtype.element_ty))
+
+
+# -----------------------------------------------------------------------------
+# appendix B: weights in Hugging Face's format, in and out
+
+HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # they store these as (in, out)
+
+
+def load_source(name: str) -> dict:
+    """Return config, model (weights by name) and args (of the run, at least model and seq_len) of
+    what --init_from names: one of HUGGING_FACE, a folder in that format, a checkpoint, or a log_dir
+    for its newest checkpoint."""
+    if name in HUGGING_FACE or Path(name, "config.json").is_file():
+        return load_hf(name)
+    path = Path(name)
+    if path.is_dir():
+        checkpoints = list_checkpoints(name)
+        require(bool(checkpoints), f"the folder {name} holds no checkpoint and no config.json")
+        path = checkpoints[-1]
+    message = f"{name} is neither a checkpoint nor a folder nor one of {', '.join(HUGGING_FACE)}"
+    require(path.is_file(), message)
+    return load_checkpoint(path)
+
+
+def load_hf(name: str) -> dict:
+    """Return what load_source does for a GPT-2 of transformers: a folder, or a name on the hub.
+    Raises UserError for any other model."""
+    from transformers import AutoConfig, GPT2LMHeadModel
+
+    with reading(name):
+        c = AutoConfig.from_pretrained(name)
+        require(c.model_type == "gpt2", f"it is a {c.model_type} model, expected gpt2")
+        theirs, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        problems = {kind: sorted(names) for kind, names in report.items() if names}
+        require(not problems, f"its weights do not fit: {problems}")
+    tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)  # config.json does not name it
+    require(tokenizer, f"{name} has a vocabulary of {c.vocab_size} tokens, expected 50257")
+    shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
+    config = GPTConfig(*shape, c.vocab_size, tokenizer, c.vocab_size - 1)
+    weights = {}
+    for key, p in theirs.named_parameters():  # a tied matrix once
+        weights[key] = p.detach().T if key.endswith(CONV1D) else p.detach()
+    wte = weights["transformer.wte.weight"]
+    weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # more rows
+    ours = GPT(config)
+    ours.load_weights(weights, name)
+    require(same_logits(ours, theirs, 64), f"{name} is a variant of GPT-2 with other logits")
+    size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
+    args = {"model": size, "seq_len": config.block_size}
+    return {"config": asdict(config), "model": weights, "args": args}
+
+
+def export_hf(model: GPT, folder: str) -> None:
+    """Write a folder that transformers loads offline: the weights in float32, without padding, and
+    the tokenizer. Raises UserError, and writes nothing, unless transformers computes the same
+    logits from these weights: a model that is no longer a GPT-2 cannot be exported."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    c = model.config
+    shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
+    shape |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
+    theirs = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=c.eot, eos_token_id=c.eot))
+    expected = theirs.state_dict()
+    weights = {}
+    for name, p in model.state_dict().items():
+        if name.endswith(CONV1D):
+            p = p.T
+        weights[name] = p[: len(expected.get(name, p))]  # without the vocabulary's padding
+    is_gpt2 = {n: p.shape for n, p in weights.items()} == {n: p.shape for n, p in expected.items()}
+    if is_gpt2:
+        theirs.load_state_dict(weights)
+        is_gpt2 = same_logits(model, theirs, c.block_size)
+    require(is_gpt2, "this model is not a GPT-2: transformers does not compute its logits")
+    theirs.save_pretrained(folder)
+    export_tokenizer(c, folder)
+
+
+@torch.no_grad()
+def same_logits(ours: GPT, theirs: nn.Module, T: int) -> bool:
+    """Return whether both models compute the same logits for T random tokens, to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(ours.config.vocab_size, (1, T), generator=generator)
+    tokens = tokens[:, : ours.config.block_size]
+    logits = ours.eval()(tokens)  # (1, T, V)
+    error = (theirs.eval()(tokens).logits - logits).abs().max() / logits.abs().max()
+    return error.item() < 1e-4
+
+
+def export_tokenizer(config: GPTConfig, folder: str) -> None:
+    """Write the tokenizer as a GPT2Tokenizer. Its merges follow from the ranks of the tokens."""
+    from transformers import GPT2Tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+
+    tokenizer = fineweb.get_tokenizer(config.tokenizer)
+    spelling = bytes_to_unicode()  # Hugging Face writes each byte as a printable character
+    vocabulary = {}
+    for rank in range(config.eot):
+        token = tokenizer.decode_single_token_bytes(rank)
+        vocabulary["".join(spelling[byte] for byte in token)] = rank
+    merges = generate_merges(vocabulary, None)
+    vocabulary["<|endoftext|>"] = config.eot
+    GPT2Tokenizer(vocabulary, merges).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,18 @@ def read_log(log_dir) -> dict[str, dict[int, float]]:
     return streams
 
 
+def save_model(model: train_gpt2.GPT, path: Path) -> None:
+    """Save a model as a checkpoint without optimizer state, which --init_from takes."""
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    args = {"model": "test", "seq_len": model.config.block_size}
+    torch.save({"model": weights, "config": vars(model.config), "args": args}, path)
+
+
+def make_run(rank=0, world_size=1) -> train_gpt2.Run:
+    """Return a process of a run on the CPU, without starting the other processes."""
+    return train_gpt2.Run(torch.device("cpu"), "float32", False, rank, world_size)
+
+
 def break_loss(change, active=True) -> None:
     """Pass what torch's cross entropy returns through change(n, loss), n counting training calls."""
     right, calls = F.cross_entropy, iter(range(10**9))

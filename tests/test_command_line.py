@@ -8,9 +8,10 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from conftest import FLAGS, ROOT, run_main, run_script, write_shards
+from conftest import FLAGS, ROOT, make_run, run_main, run_script, write_shards
 
 import train_gpt2
+from fineweb import UserError
 
 
 def bad_token(folder):
@@ -49,34 +50,38 @@ def used_log_dir(folder):
     (folder.parent / "log/log.txt").write_text("0 train 5.0\n")
 
 
+CHECKPOINT = "trained"  # a folder that the test makes
+
 BAD = {
     "no data folder": (None, ["--data_dir", "nowhere"], "nowhere.*python fineweb.py.*--quickstart"),
-    "empty folder": (empty, [], "no file .*train.*python fineweb.py.*--quickstart"),
-    "no val shards": (no_val, [], "no file .*val"),
+    "empty folder": (empty, [], "no train shards.*python fineweb.py.*--quickstart"),
+    "no val shards": (no_val, [], "no val shards"),
     "truncated .npy": (truncate, [], "test_train_000001.npy cannot be read"),
-    "wrong magic": (wrong_magic, [], r"test_train_000009.bin .*\[1, 0, 0\], expected \[20240520, 1"),
+    "wrong magic": (wrong_magic, [], r"test_train_000009.bin .*\[1, 0, 0\], .*\[20240520, 1"),
     "token beyond the vocabulary": (bad_token, ["--max_steps", 9], "test_train_000001.npy.*300"),
     "broken meta.json": (bad_meta, [], "meta.json"),
-    "indivisible batch": (None, ["--batch_size", 3], r"3 .*16 sequences.*\[1, 2, 4, 8, 16\]"),
-    "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple.* 96 is"),
+    "indivisible batch": (None, ["--batch_size", 3], "batch_size 3 .*16 sequences"),
+    "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple of seq_len 16 x 1 proc"),
     "unknown model": (None, ["--model", "d13"], "d13 .*d12"),
     "OpenAI's model": (None, ["--model", "gpt2"], "gpt2 .*--init_from gpt2"),
-    "T longer than the model's": (None, ["--seq_len", 17], "17 .*16 tokens"),
+    "T longer than the model's": (None, ["--seq_len", 17], "17 .*context, 16"),
     "used log_dir": (used_log_dir, [], "--resume .*--overwrite"),
     "both of them": (None, ["--resume", "--overwrite"], "not both"),
     "warmup longer than the run": (None, ["--max_steps", 5, "--warmup_steps", 6], "warmup_steps 6 .*5"),
     "unknown flag": (None, ["--batchsize", 3], "batchsize"),
     "unknown schedule": (None, ["--schedule", "cosin"], "cosin"),
-    "no number": (None, ["--batch_size", "many"], "batch_size many"),
+    "no number": (None, ["--batch_size", "many"], "batch_size: .*many"),
     "zero": (None, ["--seq_len", 0], "seq_len is 0"),
     "negative": (None, ["--max_steps", -1], "max_steps is -1"),
     "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs: not allowed with argument --max_steps"),
-    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is no checkpoint.*gpt2-xl"),
-    "no checkpoint at all": (None, ["--init_from", __file__], "no checkpoint, or not a whole one"),
-    "a folder of none": (None, ["--init_from", "data"], "data is no checkpoint"),
-    "export over a file": (None, ["--init_from", "gpt2", "--export_hf", __file__], "is a file"),
-    "no such device": (None, ["--device", "cuda:7"], "cuda:7 is not here|finds no GPU"),
-    "nonsense device": (None, ["--device", "gpu"], "device gpu"),
+    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is neither a checkpoint.*gpt2-xl"),
+    "no checkpoint at all": (None, ["--init_from", __file__], "not a checkpoint, or only a part"),
+    "a folder of none": (None, ["--init_from", "data"], "data holds no checkpoint"),
+    "device with a number": (None, ["--device", "cuda:7"], "--device: .*cuda:7"),
+    "no such device": (None, ["--device", "mps"], "no device mps"),
+    "two sizes": (None, ["--init_from", CHECKPOINT, "--model", "d6"], "is a test: leave --model d6 out"),
+    "endless epochs": (None, ["--epochs", "inf"], "epochs is inf"),
+    "huge seed": (None, ["--seed", 2**32], "seed is 4294967296"),
     "sample of nothing": (None, ["--sample"], "--init_from"),
 }  # fmt: skip
 
@@ -87,6 +92,10 @@ def test_bad_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     folder = write_shards(tmp_path / "data")
     spoil, flags, message = BAD[case]
+    if CHECKPOINT in flags:
+        where = ["--data_dir", folder, "--log_dir", CHECKPOINT, *FLAGS]
+        assert run_main(*where, "--max_steps", 1) == 0
+        capsys.readouterr()
     if spoil:
         spoil(folder)
     assert run_main("--data_dir", folder, "--log_dir", tmp_path / "log", *FLAGS, *flags) == 2
@@ -99,10 +108,11 @@ def test_bad_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatch)
     ("--seed", 7, "seed is 7, was 1337"),
     ("--seq_len", 8, "seq_len is 8, was 16"),
     ("--total_batch_size", 512, "total_batch_size is 512, was 256"),
-    ("--model", "tiny", "n_layer is 4, was 2"),
+    ("--model", "tiny", "model is tiny, was test"),
     ("--no-shuffle", None, "shuffle is False, was True"),
+    ("--schedule", "wsd", "schedule is wsd, was cosine"),
     ("--data_dir", "other", "data is"),
-    ("--max_steps", 1, "at step 2, beyond max_steps 1"),
+    ("--max_steps", 1, "at step 2, beyond 1"),
 ])  # fmt: skip
 def test_resume_of_another_run_is_refused_by_name(
     flag, value, named, tmp_path, capsys, monkeypatch
@@ -122,7 +132,7 @@ def test_resume_of_another_run_is_refused_by_name(
 def test_under_torchrun_one_process_prints_the_line(tmp_path):
     """Eight GPUs, eight times the same complaint."""
     status, _, err = run_script(["--data_dir", tmp_path / "nowhere", *FLAGS], processes=2)
-    assert status != 0 and err.count("no such folder") == 1
+    assert status != 0 and err.count("there is no folder") == 1
 
 
 def test_importing_does_nothing():
@@ -150,8 +160,10 @@ def test_sample_writes_from_a_checkpoint(tmp_path, capsys):
     flags = [path.parent if flag == path else flag for flag in flags]
     assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
     assert capsys.readouterr().out == first, "a folder stands for its newest checkpoint"
-    nowhere = ["--export_llmc", tmp_path / "no" / "model.bin"]
-    assert run_main("--init_from", path, *nowhere) == 2 and "/no/" in capsys.readouterr().err
+    assert run_main(*flags, "--seq_len", 17) == 2
+    assert "longer than the context, 16" in capsys.readouterr().err
+    assert run_main("--init_from", path, "--export_hf", path) == 2
+    assert "is a file" in capsys.readouterr().err
 
 
 def test_help_names_every_flag_with_its_default(capsys):
@@ -172,8 +184,6 @@ def test_quickstart_values_are_flags_and_give_way():
     assert train_gpt2.QUICKSTART.keys() <= plain.keys()
     args = train_gpt2.parse_args(["--quickstart", "--max_steps", "3"])
     assert args.max_steps == 3 and args.model == "tiny"
-    train_gpt2.fill_schedule(args, windows=1)
-    assert args.warmup_steps < 3, "a warmup that nobody asked for is no error"
 
 
 def test_the_quickstart_replaces_its_own_run_and_no_other():
@@ -183,7 +193,7 @@ def test_the_quickstart_replaces_its_own_run_and_no_other():
     assert not train_gpt2.parse_args(["--quickstart", "--log_dir", "log/mine"]).overwrite
     assert not train_gpt2.parse_args(["--quickstart", "--no-overwrite"]).overwrite
     assert train_gpt2.parse_args(["--quickstart", "--data_dir", "pydocs/"]).overwrite
-    with pytest.raises(ValueError, match="another --log_dir"):  # or the next one would delete it
+    with pytest.raises(UserError, match="log_dir of its own"):  # or the next one would delete it
         train_gpt2.parse_args(["--quickstart", "--data_dir", "mine"])
     assert not train_gpt2.parse_args([]).overwrite
 
@@ -196,26 +206,33 @@ def test_a_run_that_makes_little_sense_says_so(tmp_path, capsys):
     large = ["--total_batch_size", 2048, "--seq_len", 8, "--max_steps", 1]
     assert run_main(*where, *large, "--overwrite") == 0
     out = capsys.readouterr().out
-    assert "0.9 epochs a step" in out and "positions 8 to 15 untrained" in out
-    args = train_gpt2.parse_args(["--device", "cpu", "--batch_size", "1", "--seq_len", "1024"])
-    run = train_gpt2.setup_run(args)
-    train_gpt2.fill_schedule(args, windows=1)
+    assert "0.9 epochs of the data" in out and "positions from 8 on stay untrained" in out
+    flags = {"model": "d12", "seq_len": 1024, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": 6e-5}
+    flags |= {"batch_size": 1, "quickstart": False, "schedule": "cosine", "data_dir": "data"}
+    args = Namespace(**flags, total_batch_size=2**19, max_steps=19073)
     with torch.device("meta"):
         model = train_gpt2.GPT(train_gpt2.GPTConfig())
-    *_, warning = train_gpt2.describe(args, model, "", Namespace(windows=10**7), 10240, run)
+    *_, warning = train_gpt2.describe(args, model, "", 10**7, make_run())
     assert warning.startswith("warning: 86 days or more on a CPU"), (
         "6 * 124.5M * 1e10 / 1e12 FLOP/s"
     )
 
 
-def test_mfu_counts_the_operations_of_the_causal_half():
+def test_mfu_counts_the_operations_of_the_causal_half(monkeypatch):
     """An MFU that flatters: the whole square of attention, the embeddings counted twice."""
-    run = train_gpt2.Run(torch.device("cpu"), "bfloat16", True, 0, 8)
-    config = train_gpt2.GPTConfig()
-    assert np.isnan(train_gpt2.peak_tok_per_sec(config, 1024, run)), "an unknown GPU has no MFU"
-    N = 12 * 12 * 768**2 + 50257 * 768
+    with torch.device("meta"):
+        model = train_gpt2.GPT(train_gpt2.GPTConfig())
+    gpu = train_gpt2.Run(torch.device("cuda"), "bfloat16", True, 0, 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    N = 12 * 12 * 768**2 + 50304 * 768
     flops = 6 * N + 6 * 12 * 768 * 1024
     assert flops == pytest.approx(798e6, rel=0.01)
+    peak = train_gpt2.peak_tokens_per_second(model, 1024, gpu)
+    assert peak == pytest.approx(8 * 989e12 / flops)
+    assert train_gpt2.peak_tokens_per_second(model, 1024, make_run()) is None, "a CPU has no MFU"
+    for name in ("NVIDIA L40", "NVIDIA T400 4GB", "Some New GPU"):  # not an L4, not a T4
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
+        assert train_gpt2.peak_tokens_per_second(model, 1024, gpu) is None, name
 
 
 @pytest.mark.cuda

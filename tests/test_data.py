@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from conftest import write_shards
+from conftest import make_run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train_gpt2 import DataLoaderLite, open_shards, read_meta, read_shard
 
-CPU = torch.device("cpu")
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
 
 
@@ -22,7 +21,9 @@ def make_shards(sizes) -> dict[str, np.ndarray]:
 
 def serve(shards, T, B, world, steps, seed, sequences=8, position=0):
     """Return the first tokens of the windows of each step, in the order the step sees them."""
-    loaders = [DataLoaderLite(B, T, r, world, shards, 65536, seed, CPU) for r in range(world)]
+    loaders = [
+        DataLoaderLite(shards, B, T, 65536, seed, make_run(rank, world)) for rank in range(world)
+    ]
     for loader in loaders:
         loader.reset(position)
     seen = []
@@ -138,7 +139,7 @@ def test_a_token_beyond_the_vocabulary_is_found_before_its_shard_is_used():
     """An index out of range on a GPU ends the process with no word of where."""
     shards = make_shards([40, 40])
     shards["s1"][39] = 257
-    loader = DataLoaderLite(1, 8, 0, 1, shards, 257, None, CPU)
+    loader = DataLoaderLite(shards, 1, 8, 257, None, make_run())
     for _ in range(4):
         loader.next_batch()  # the first shard is sound
     with pytest.raises(ValueError, match=r"s1 .*257"):

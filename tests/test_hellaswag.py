@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, FLAGS, ROOT, read_log, run_main, write_shards
+from conftest import DATA, FLAGS, ROOT, read_log, run_main, save_model, write_shards
 from torch.nn import functional as F
 
 import hellaswag
@@ -168,12 +168,10 @@ def test_two_processes_count_what_one_does(shared, n, tmp_path):
 
     path = tmp_path / "some.jsonl"
     path.write_text("".join(shared.read_text().splitlines(keepends=True)[:n]))
-    from train_gpt2 import export_llmc
-
     model = make_model()
-    export_llmc(model, str(tmp_path / "model.bin"), "float32")
+    save_model(model, tmp_path / "model.pt")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = ["-m", str(tmp_path / "model.bin"), "--device", "cpu", "--data", str(path)]
+    flags = ["-m", str(tmp_path / "model.pt"), "--device", "cpu", "--data", str(path)]
     out = subprocess.run(
         [*launcher, "hellaswag.py", *flags], cwd=ROOT, capture_output=True, text=True
     )
@@ -190,12 +188,12 @@ def test_rows_are_kept_on_disk_and_made_anew_when_damaged(tmp_path):
     for spoiled in (whole[: len(whole) // 2], b""):
         kept.write_bytes(spoiled)
         hellaswag.load_rows.cache_clear()
-        hellaswag.pack.cache_clear()
+        hellaswag.make_batches.cache_clear()
         assert score(model, path, "harness", CPU) == first
         assert len(kept.read_bytes()) == len(whole)
     write_examples(path, RAW[:2])
     hellaswag.load_rows.cache_clear()
-    hellaswag.pack.cache_clear()
+    hellaswag.make_batches.cache_clear()
     assert score(model, path, "harness", CPU).n == 2
 
 
@@ -226,7 +224,7 @@ def server(tmp_path, monkeypatch):
 @pytest.mark.parametrize("answer, message", [
     ((404, 9, b"not found"), "404"),
     ((200, 500, b"half of it"), "cannot be downloaded"),
-    ((200, 10, b"<html>hi\n\n"), "is not the file"),
+    ((200, 10, b"<html>hi\n\n"), "is not HellaSwag"),
 ])  # fmt: skip
 def test_a_download_that_is_not_the_file_is_refused_and_leaves_nothing(server, answer, message):
     """An error page kept for ever, a truncated file scored as fewer examples."""
@@ -258,12 +256,10 @@ def run_cli(*argv) -> int:
                                   '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}'])  # fmt: skip
 def test_a_broken_line_is_named_in_one_line(line, tmp_path, capsys):
     """A JSON error without the place, or an example counted as wrong."""
-    from train_gpt2 import export_llmc
-
     path = write_examples(tmp_path / "raw.jsonl")
     path.write_text(path.read_text() + line + "\n")
-    export_llmc(make_model(), str(tmp_path / "model.bin"), "float32")
-    where = ("-m", tmp_path / "model.bin", "--device", "cpu")
+    save_model(make_model(), tmp_path / "model.pt")
+    where = ("-m", tmp_path / "model.pt", "--device", "cpu")
     assert run_cli(*where, "--data", path) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "raw.jsonl, line 4: " in err, err
@@ -271,7 +267,7 @@ def test_a_broken_line_is_named_in_one_line(line, tmp_path, capsys):
     assert run_cli(*where, "--data", tmp_path / "raw.jsonl.xz") == 2
     assert "raw.jsonl.xz, line 1: not an example" in capsys.readouterr().err
     assert run_cli(*where, "--data", tmp_path / "nowhere") == 2
-    assert "no file" in capsys.readouterr().err
+    assert "no HellaSwag file" in capsys.readouterr().err
 
 
 def test_training_logs_hella_and_is_not_changed_by_it(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import torch
 from conftest import TINY
 from torch.nn import functional as F
 
-from train_gpt2 import GPT, SIZES, GPTConfig
+from train_gpt2 import GPT, SIZES, GPTConfig, Run, choose_batch_size, parse_args
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,7 +81,7 @@ def test_parameters_of_d12_counted_and_grouped_for_decay():
     """A bias or LayerNorm that decays, a matrix that does not, a parameter too many."""
     with torch.device("meta"):
         model = GPT(GPTConfig())
-        optimizer = model.configure_optimizers(0.1, 6e-4)
+        [optimizer] = model.configure_optimizers(0.1, 6e-4)
     padding = (50304 - 50257) * 768
     assert sum(p.numel() for p in model.parameters()) - padding == 124_439_808
     decay, rest = optimizer.param_groups
@@ -132,7 +132,7 @@ def test_padding_stays_zero_through_training():
     """A gradient or a decay that reaches the padding."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(*TINY[:4], 257, "bytes", 256))
-    optimizer = model.configure_optimizers(0.1, 1e-2)
+    [optimizer] = model.configure_optimizers(0.1, 1e-2)
     for _ in range(3):
         tokens = torch.randint(0, 257, (4, 17))
         model(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -180,3 +180,21 @@ def test_sizes_are_those_of_the_papers():
     for family in ("d", "gpt3"):
         rates = [row[-1] for name, row in SIZES.items() if name.startswith(family)]
         assert rates == sorted(rates, reverse=True) and np.unique(rates).size >= 7
+
+
+@pytest.mark.parametrize("size, context, gib, least, most", [
+    ("d12", 1024, 16, 8, 32), ("d12", 1024, 24, 16, 64), ("d12", 1024, 80, 64, 128),
+    ("d12", 2048, 40, 16, 64), ("d36", 1024, 80, 16, 64), ("d48", 1024, 80, 8, 32),
+])  # fmt: skip
+def test_the_batch_size_fits_the_memory(size, context, gib, least, most, monkeypatch):
+    """A formula that forgets the logits, or the moments: an error an hour later on a smaller card."""
+    properties = type("Properties", (), {"total_memory": gib * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    run = Run(torch.device("cuda", 0), "bfloat16", True, 0, 1)
+    n_layer, n_head, n_embd, *_ = SIZES[size]
+    args = parse_args([])
+    args.seq_len = context
+    B = choose_batch_size(args, GPTConfig(n_layer, n_head, n_embd, context), run)
+    assert least <= B <= most
+    args.recompute = True
+    assert choose_batch_size(args, GPTConfig(n_layer, n_head, n_embd, context), run) >= B

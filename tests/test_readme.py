@@ -5,8 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from conftest import ROOT
+from conftest import ROOT, make_run
 
 import fineweb
 import train_gpt2
@@ -63,16 +62,15 @@ def test_links_inside_the_repository_resolve():
         assert (ROOT / Path(link.split("#")[0])).exists(), link
 
 
-def test_defaults_in_the_readme_are_the_scripts_own():
+def test_defaults_in_the_readme_are_the_scripts_own(tmp_path):
     """A default that is said in words, and changed in code alone."""
     args, tiny = train_gpt2.parse_args([]), train_gpt2.parse_args(["--quickstart"])
-    steps = 10**10 // args.total_batch_size
-    run = train_gpt2.Run(torch.device("cpu"), "float32", False, 0, 1)
-    train_gpt2.find_hellaswag(args, run)
-    assert args.hellaswag_every == 0, "never on a CPU"
-    args.seq_len = train_gpt2.SIZES[args.model][3]
-    train_gpt2.fill_schedule(args, windows=1)
-    assert args.max_steps == steps
+    assert args.max_steps == 10**10 // args.total_batch_size
+    here = train_gpt2.parse_args(["--data_dir", str(tmp_path)])
+    settled, config, _ = train_gpt2.settle_args(here, {}, {}, make_run())
+    assert settled.hellaswag_every == 0, "never on a CPU"
+    assert (settled.model, settled.warmup_steps, settled.max_lr) == ("d12", 715, 6e-4)
+    assert settled.min_lr == pytest.approx(6e-5) and config == train_gpt2.GPTConfig()
     said = [
         f"Every step is {args.total_batch_size:,} tokens",
         f"{args.max_steps:,} steps of {args.total_batch_size:,} tokens",

@@ -1,64 +1,60 @@
-"""Weights cross to other programs and back, bit for bit, or are refused in one line."""
+"""Weights cross to Hugging Face's format and back, bit for bit, or are refused in one line."""
 
 import json
 import re
-import struct
 
-import numpy as np
 import pytest
 import torch
-from conftest import DATA, FLAGS, run_main, write_shards
+from conftest import DATA, FLAGS, run_main, save_model, write_shards
+from torch import nn
 
-from train_gpt2 import GPT, GPTConfig, export_hf, export_llmc
+import train_gpt2
+from fineweb import UserError
+from train_gpt2 import GPT, GPTConfig, export_hf
 
 transformers = pytest.importorskip("transformers")
 
 BYTES = (257, "bytes", 256)
 
 
-def random_model(*config) -> GPT:
-    """Return a model whose every parameter, biases and LayerNorms too, is random."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(*config))
+def randomize(model: nn.Module) -> nn.Module:
+    """Make every parameter, biases and LayerNorms too, random."""
     for p in model.parameters():
         p.data += 0.2 * torch.randn_like(p)
+    return model
+
+
+def random_model(*config) -> GPT:
+    torch.manual_seed(0)
+    model = randomize(GPT(GPTConfig(*config)))
     model.transformer.wte.weight.data[model.config.vocab_size :] = 0
     return model
+
+
+def write_foreign(folder, n_positions=16, **changes):
+    """Write a folder as transformers itself does, with nothing of ours, and return its model."""
+    torch.manual_seed(0)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 257, "n_positions": n_positions}
+    config = transformers.GPT2Config(
+        **(shape | {"bos_token_id": 256, "eos_token_id": 256} | changes)
+    )
+    theirs = randomize(transformers.GPT2LMHeadModel(config)).eval()
+    theirs.save_pretrained(folder)
+    return theirs
 
 
 def load(name) -> GPT:
     return GPT.from_pretrained(str(name))
 
 
-def assert_same(a: GPT, b: GPT) -> None:
-    assert a.config == b.config
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, p in ours.items():
-        assert torch.equal(p, theirs[name]), name
-
-
-def save_checkpoint_of(model: GPT, path) -> None:
-    weights = {name: p for name, p in model.state_dict().items() if name != "lm_head.weight"}
-    args = {"model": "test", "seq_len": model.config.block_size}
-    torch.save({"model": weights, "config": vars(model.config), "args": args}, path)
-
-
 def test_hugging_face_to_ours_to_hugging_face_is_bitwise(tmp_path):
     """A matrix transposed once too often, padding left in, a tensor forgotten."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=16, vocab_size=257)
-    theirs = transformers.GPT2LMHeadModel(config)
-    for p in theirs.parameters():
-        p.data += 0.2 * torch.randn_like(p)
-    theirs.save_pretrained(tmp_path / "theirs")
+    theirs = write_foreign(tmp_path / "theirs")
     ours = load(tmp_path / "theirs")
     tokens = torch.randint(0, 257, (2, 16))
-    logits = theirs.eval()(tokens).logits
-    torch.testing.assert_close(ours(tokens), logits, atol=1e-4, rtol=1e-4)
-    assert (ours.transformer.wte.weight[257:] == 0).all() and len(
-        ours.transformer.wte.weight
-    ) == 384
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+    wte = ours.transformer.wte.weight
+    assert len(wte) == 384 and (wte[257:] == 0).all()
     export_hf(ours, str(tmp_path / "again"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     for name, p in theirs.state_dict().items():
@@ -67,18 +63,20 @@ def test_hugging_face_to_ours_to_hugging_face_is_bitwise(tmp_path):
 
 def test_pytorch_model_bin_is_read_too(tmp_path):
     """Folders from before safetensors."""
-    export_hf(random_model(2, 2, 32, 16, *BYTES), str(tmp_path / "new"))
+    theirs = write_foreign(tmp_path / "new")
     (tmp_path / "old").mkdir()
     (tmp_path / "old/config.json").write_text((tmp_path / "new/config.json").read_text())
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new")
     torch.save(theirs.state_dict(), tmp_path / "old/pytorch_model.bin")
-    assert_same(load(tmp_path / "old"), load(tmp_path / "new"))
+    old, new = load(tmp_path / "old"), load(tmp_path / "new")
+    assert old.config == new.config
+    for name, p in old.state_dict().items():
+        assert torch.equal(p, new.state_dict()[name]), name
 
 
 def test_an_exported_folder_writes_the_same_greedy_text(tmp_path, capsys, monkeypatch):
     """Logits that agree with a tokenizer that does not, an end of text that does not end."""
     monkeypatch.chdir(tmp_path)
-    save_checkpoint_of(random_model(2, 2, 32, 64, *BYTES), tmp_path / "model.pt")
+    save_model(random_model(2, 2, 32, 64, *BYTES), tmp_path / "model.pt")
     flags = ["--init_from", "model.pt", "--device", "cpu", "--temperature", 0, "--num_samples", 1]
     flags += ["--max_new_tokens", 20, "--prompt", "héllo <|endoftext|>wörld, "]
     assert run_main("--sample", "--export_hf", "folder", *flags) == 0
@@ -112,38 +110,73 @@ def test_the_exported_tokenizer_is_gpt_2s(tmp_path, monkeypatch):
     assert len(theirs) == 50257 and theirs.eos_token_id == 50256
 
 
-def test_llm_c_and_back_is_bitwise_and_bfloat16_rounds(tmp_path):
-    """Layers interleaved with kinds, or a header that llm.c does not know."""
-    model = random_model(3, 2, 32, 16, *BYTES)
-    export_llmc(model, str(tmp_path / "model.bin"), "float32")
-    assert_same(model, load(tmp_path / "model.bin"))
-    data = (tmp_path / "model.bin").read_bytes()
-    assert struct.unpack("<8i", data[:32]) == (20240326, 3, 16, 257, 3, 2, 32, 384)
-    numbers = np.frombuffer(data, np.float32, offset=1024)
-    assert len(numbers) == sum(p.numel() for p in model.parameters())
-    # llm.c's order: wte, wpe, then a kind of parameter for all layers before the next kind
-    second = model.transformer.h[1].ln_1.weight.detach().numpy()
-    start = 384 * 32 + 16 * 32 + 32
-    assert np.array_equal(numbers[start : start + 32], second)
-    export_llmc(model, str(tmp_path / "half.bin"), "bfloat16")
-    half = load(tmp_path / "half.bin").state_dict()
-    assert struct.unpack("<2i", (tmp_path / "half.bin").read_bytes()[:8])[1] == 5
-    for name, p in model.state_dict().items():
-        assert torch.equal(half[name], p.bfloat16().float()), name
-
-
-def test_training_starts_from_a_folder_and_from_llm_c(tmp_path):
+def test_training_starts_from_a_folder(tmp_path):
     """Weights that can be sampled but not fine-tuned."""
     data = write_shards(tmp_path / "data")
-    export_hf(random_model(2, 2, 32, 16, *BYTES), str(tmp_path / "hf"))
-    export_llmc(load(tmp_path / "hf"), str(tmp_path / "model.bin"), "float32")
-    logs = []
-    for i, source in enumerate((tmp_path / "hf", tmp_path / "model.bin")):
-        where = ["--data_dir", data, "--log_dir", tmp_path / f"log{i}", "--max_steps", 2]
-        assert run_main(*where, *FLAGS, "--init_from", source) == 0
-        lines = (tmp_path / f"log{i}/log.txt").read_text().splitlines()
-        logs.append([line for line in lines if " dt " not in line])
-    assert logs[0] == logs[1] and len(logs[0]) == 8
+    write_foreign(tmp_path / "hf")
+    where = ["--data_dir", data, "--log_dir", tmp_path / "log", "--max_steps", 2]
+    flags = [flag for flag in FLAGS if flag not in ("--model", "test")]
+    assert run_main(*where, *flags, "--init_from", tmp_path / "hf") == 0
+    lines = (tmp_path / "log/log.txt").read_text().splitlines()
+    assert len([line for line in lines if " dt " not in line]) == 8
+
+
+class Rotary(GPT):
+    """A fork that has no position embeddings."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.transformer.wpe
+
+
+class Untied(GPT):
+    """A fork whose head is a matrix of its own."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head.weight = nn.Parameter(torch.randn_like(self.lm_head.weight))
+
+
+class Wider(GPT):
+    """A fork with another width of the MLP, as SwiGLU has it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp.c_fc = nn.Linear(config.n_embd, 6 * config.n_embd)
+
+
+class Relu(GPT):
+    """A fork of which only the arithmetic differs: every name and shape is GPT-2's."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp.register_forward_hook(lambda module, args, output: output.relu())
+
+
+@pytest.mark.parametrize("fork", [Rotary, Untied, Wider, Relu])
+def test_what_is_no_gpt_2_any_more_is_not_exported(fork, tmp_path):
+    """A folder that transformers loads without a word, and that computes something else."""
+    torch.manual_seed(0)
+    model = randomize(fork(GPTConfig(2, 2, 32, 16, *BYTES)))
+    with pytest.raises(UserError, match="not a GPT-2"):
+        export_hf(model, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_untied_head_is_saved_and_loaded(tmp_path, monkeypatch):
+    """A fork without tying whose checkpoints lost its head, or loaded with the wrong one."""
+    monkeypatch.setattr(train_gpt2, "GPT", Untied)
+    model = Untied(GPTConfig(2, 2, 32, 16, *BYTES))
+    save_model(model, tmp_path / "model.pt")
+    source = train_gpt2.load_source(str(tmp_path / "model.pt"))
+    again = Untied(model.config)
+    again.load_weights(source["model"], "model.pt")
+    for name, p in model.state_dict().items():
+        assert torch.equal(p, again.state_dict()[name]), name
+    with pytest.raises(UserError, match=r"lm_head\.weight"):
+        GPT(model.config).load_weights(source["model"], "model.pt")
 
 
 def change_config(folder, **changes):
@@ -161,13 +194,11 @@ def drop_a_weight(folder):
 
 BAD = {
     "architecture": (lambda f: change_config(f, model_type="gpt_neox"), "gpt_neox.*expected gpt2"),
-    "activation": (
-        lambda f: change_config(f, activation_function="relu"),
-        "relu, expected gelu_new",
-    ),
+    "activation": (lambda f: change_config(f, activation_function="relu"), "other logits"),
+    "attention": (lambda f: change_config(f, scale_attn_weights=False), "other logits"),
     "vocabulary": (lambda f: change_config(f, vocab_size=300), "300|mismatched"),
     "weights": (drop_a_weight, r"h\.1\.mlp\.c_fc\.bias"),
-    "no config": (lambda f: (f / "config.json").unlink(), "folder"),
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
 }
 
 
@@ -175,7 +206,7 @@ BAD = {
 def test_a_folder_that_is_not_gpt_2_is_refused_in_one_line(case, tmp_path, capfd):
     """Another architecture that loads, and computes nonsense; a tensor made up where one is missing."""
     folder = tmp_path / "folder"
-    export_hf(random_model(2, 2, 32, 16, *BYTES), str(folder))
+    write_foreign(folder)
     spoil, message = BAD[case]
     spoil(folder)
     capfd.readouterr()
@@ -183,19 +214,3 @@ def test_a_folder_that_is_not_gpt_2_is_refused_in_one_line(case, tmp_path, capfd
     err = capfd.readouterr().err
     assert re.search(rf"train_gpt2.py: .*{message}", err), err
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("spoil, message", [
-    (lambda data: data[:-100], "cannot be read"),
-    (lambda data: b"\0" * 8 + data[8:], "magic 0, version 0, expected 20240326"),
-    (lambda data: data[:4] + struct.pack("<i", 2) + data[8:], "version 2"),
-    (lambda data: data[:500], "cannot be read"),
-])  # fmt: skip
-def test_a_damaged_llm_c_file_is_refused_in_one_line(spoil, message, tmp_path, capsys):
-    """A download that broke off, taken for a model."""
-    path = tmp_path / "model.bin"
-    export_llmc(random_model(1, 2, 32, 16, *BYTES), str(path), "float32")
-    path.write_bytes(spoil(path.read_bytes()))
-    assert run_main("--sample", "--init_from", path) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err, err

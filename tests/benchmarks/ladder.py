@@ -11,7 +11,7 @@ Every rung is train_gpt2.py itself, run on random tokens with Zipf's frequencies
 climbed yet is undone from outside. Times are its log.txt's: whole optimizer steps with accumulation,
 clipping, AdamW and logging, the median of those after the first few. Attention is causal in all.
 The last rung takes the largest batch that fits, and as many tokens a step, unless --total_batch_size
-is as large for all: then AdamW counts less. Its memory is that of finding out what fits.
+is as large for all: then AdamW counts less.
 """
 
 import argparse
@@ -80,12 +80,12 @@ def make_model(climbed: set[str]) -> type:
                 self.transformer.h[0].register_forward_pre_hook(lambda _, x: (x[0].float(), *x[1:]))
 
         def configure_optimizers(self, weight_decay, learning_rate):
-            optimizer = super().configure_optimizers(weight_decay, learning_rate)
+            [optimizer] = super().configure_optimizers(weight_decay, learning_rate)
             if "fused AdamW" in climbed:
-                return optimizer
+                return [optimizer]
             settings = {"lr": learning_rate, "betas": (0.9, 0.95), "eps": 1e-8}
             groups = [{k: g[k] for k in ("params", "weight_decay")} for g in optimizer.param_groups]
-            return torch.optim.AdamW(groups, **settings)
+            return [torch.optim.AdamW(groups, **settings)]
 
     return Model
 
