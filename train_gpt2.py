@@ -13,8 +13,8 @@ devices and processes, checkpoints, evaluation, the log, training, and the comma
 appendices come last: the loss as a Triton kernel, and weights in Hugging Face's format.
 
 Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
-size, nh the number of attention heads and hs the size of a head. A command line flag, the variable
-that holds it and its key in a checkpoint have the same name.
+size, nh the number of attention heads, hs the size of a head, and N = B * T a number of tokens. A
+flag has the same name on the command line, in `args` and in a checkpoint.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
 the hyperparameters, build-nanogpt and llm.c for the file formats.
@@ -52,6 +52,9 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 import fineweb
 import hellaswag
+
+# require(condition, message) raises UserError(message) unless the condition holds; main prints it
+# as one line. atomic_write gives a file its name only once the file is complete
 from fineweb import UserError, atomic_write, require
 
 try:
@@ -63,16 +66,17 @@ except ImportError:
 # -----------------------------------------------------------------------------
 # the model
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). On the left are GPT-2's
-# sizes as llm.c has them; OpenAI trained those up to d48. On the right are GPT-3's. The learning
-# rates are from table 2.1 of the GPT-3 paper, as is the right side, except where the table cannot
-# be right: 2048 channels do not divide into 24 heads, nor 5140 channels into heads of 128.
+# name: (layers, heads, channels, context in tokens, peak learning rate). The left column has shapes
+# of GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. The right column has shapes
+# of GPT-3 from table 2.1 of its paper, and c384 from llm.c. Two shapes of the table cannot be right
+# and are corrected: 2048 channels do not divide into 24 heads, nor 5140 channels into heads of 128.
+# All learning rates follow the table.
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),
     "d6": (6, 6, 384, 1024, 6e-4),        "gpt3:c384": (6, 6, 384, 2048, 6e-4),
     "d12": (12, 12, 768, 1024, 6e-4),     "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 124M
     "d24": (24, 16, 1024, 1024, 3e-4),    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # 355M
-    "d36": (36, 20, 1280, 1024, 2.5e-4),  "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # 774, 760M
+    "d36": (36, 20, 1280, 1024, 2.5e-4),  "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # 774M, 760M
     "d48": (48, 25, 1600, 1024, 2e-4),    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # 1.6B, 1.3B
     "d60": (60, 30, 1920, 1024, 1.6e-4),  "gpt3:c2560": (32, 32, 2560, 2048, 1.6e-4),  # 2.8B, 2.7B
     "d72": (72, 30, 2880, 1024, 1.2e-4),  "gpt3:c4096": (32, 32, 4096, 2048, 1.2e-4),  # 7.3B, 6.7B
@@ -83,7 +87,7 @@ SIZES = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT and its tokenizer. The defaults are those of GPT-2 124M."""
+    """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -112,16 +116,17 @@ class CausalSelfAttention(nn.Module):
         k = k.view(B, T, self.n_head, hs).transpose(1, 2)
         v = v.view(B, T, self.n_head, hs).transpose(1, 2)
         if cache is not None:
-            if cache:  # it holds the keys and values of the tokens before these
+            if cache:  # not empty: it holds the keys and values of all earlier tokens
                 k = torch.cat((cache[0], k), dim=2)
                 v = torch.cat((cache[1], v), dim=2)
             cache[:] = [k, v]
-        # is_causal aligns query 0 with key 0, which would be wrong for queries that follow cached
-        # keys. So a cache starts with a whole prompt and then grows by one token at a time: a
-        # single query may attend to every key and needs no mask
+        # is_causal lets query i attend to keys 0 to i. That is right for a whole sequence, but
+        # wrong for queries that follow cached keys. A call that continues a cache therefore has a
+        # single query, which may attend to every key and needs no mask
         assert T == 1 or k.size(2) == T
+        # this function scales by 1 / sqrt(hs), takes the softmax and multiplies by v
         y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, nh, T, hs)
-        y = y.transpose(1, 2).reshape(B, T, C)  # concatenate the heads
+        y = y.transpose(1, 2).reshape(B, T, C)  # put the heads side by side again
         return self.c_proj(y)
 
 
@@ -130,7 +135,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # 4 C channels, as in GPT-2
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -139,7 +144,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, in which tokens exchange information, then an MLP. Each adds its output to x."""
+    """Attention, in which tokens exchange information, then an MLP. Each of the two reads a
+    LayerNorm of the residual stream x, (B, T, C), and adds its output to x."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -149,21 +155,23 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
+        # x itself is never normalized, so gradients reach every block unchanged
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
-    """GPT-2. Its parameters have the names of Hugging Face's GPT-2; its matrices are stored as
-    nn.Linear stores them, (out, in)."""
+    """GPT-2. Its parameters have the names that Hugging Face's GPT-2 gives them. Its matrices have
+    the layout of nn.Linear, (out, in), where Hugging Face stores (in, out)."""
 
     def __init__(self, config: GPTConfig, recompute: bool = False):
         super().__init__()
         self.config = config
-        self.recompute = recompute  # run each block again in the backward pass to save memory
+        # Compute each block again in the backward pass: a third more work, much less memory
+        self.recompute = recompute
         C = config.n_embd
-        # Pad the vocabulary to a multiple of 128, from 50257 to 50304: matrix products are faster
-        # when every row of the logits starts at an aligned address
+        # Pad the vocabulary to a multiple of 128, from 50257 to 50304. A row of logits is then a
+        # multiple of 256 bytes in 16 bits, and matrix products are faster on aligned rows
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         modules = {
             "wte": nn.Embedding(padded_vocab_size, C),  # token embeddings
@@ -173,18 +181,19 @@ class GPT(nn.Module):
         }
         self.transformer = nn.ModuleDict(modules)
         self.lm_head = nn.Linear(C, padded_vocab_size, bias=False)
-        # Tie the two vocabulary matrices. Tokens with similar meanings should be similar as input
-        # and as output, and the matrix is 30% of the 124M parameters. This line is the only place
-        # that decides it (Press & Wolf 2017, arXiv:1608.05859)
+        # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
+        # similar meanings should have similar rows in both, and it saves 39M parameters. To untie
+        # the matrices, delete this line; nothing else depends on it
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the initial weights as GPT-2 does. Padded rows of the vocabulary are zero."""
-        # 2 n_layer projections add to the residual stream. Scaled like this, the variance of their
-        # sum does not grow with the number of layers
+        """Draw the initial weights as build-nanogpt does. The weights of LayerNorms stay 1."""
+        # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
+        # deviation by sqrt(2 * n_layer) keeps the variance of the sum the same at every depth
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # The tied matrix is listed, and drawn, under both of its names, as in build-nanogpt
+        # The tied matrix is listed under both of its names and therefore drawn twice, as in
+        # build-nanogpt, so that a seed gives the same weights there and here
         for name, p in self.named_parameters(remove_duplicate=False):
             if name.endswith("c_proj.weight"):
                 nn.init.normal_(p, std=residual_std)
@@ -192,6 +201,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
+        # The padded rows belong to no token. They stay zero, because they get no gradient
         for matrix in (self.transformer.wte.weight, self.lm_head.weight):
             matrix.data[self.config.vocab_size :] = 0
 
@@ -204,47 +214,51 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Return the float32 logits (B, T, V) of the next tokens, given idx (B, T) int64.
 
-        With targets (B, T) int64, return the cross entropy in nats instead: its mean, or with
-        reduction="none" each token's, (B, T). A target of -1 is ignored. A cache is a list with an
-        empty list for each layer; it collects keys and values, (B, nh, T, hs) each, and idx then
-        continues the tokens that earlier calls have seen."""
+        With targets (B, T) int64, return the cross entropy in nats instead: the mean over tokens,
+        or with reduction="none" one value per token, (B, T). Targets of -1 do not count. A cache is
+        a list with one list per layer, empty at first. Each call adds keys and values to it, (B,
+        nh, T, hs) each, and the next call continues the tokens of the calls before it."""
         start = cache[0][0].size(2) if cache and cache[0] else 0  # tokens in the cache
         pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        # Under bfloat16 autocast keep the residual stream in bfloat16 too: adds and LayerNorms are
-        # limited by memory bandwidth, so this saves 5% of the time at equal loss. In float16 the
-        # residual stream could overflow, so there it stays in float32
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+        # Under bfloat16 autocast, keep the residual stream in bfloat16 too: additions and
+        # LayerNorms are limited by memory bandwidth, so this saves 5% of the time at equal loss.
+        # Under float16 autocast it stays in float32, because its sum could exceed float16's largest
+        # number, 65504
+        device = x.device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()
         for i, block in enumerate(self.transformer.h):
             if self.recompute and self.training:
+                # use_reentrant=False is the variant that works with DDP and torch.compile
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x, cache[i] if cache else None)
-        x = self.transformer.ln_f(x).to(x.dtype)
+        x = self.transformer.ln_f(x).to(x.dtype)  # autocast lets LayerNorm return float32
         V = self.config.vocab_size
         if targets is None:
-            return self.lm_head(x)[..., :V].float()
+            return self.lm_head(x)[..., :V].float()  # without the padded columns
         losses = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), V)
         if reduction == "none":
             return losses.view_as(targets)
-        return losses.sum() / (targets != -1).sum()
+        return losses.sum() / (targets != -1).sum()  # not .mean(), which would count all targets
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
-        """Return the model that --init_from would take for this name, such as "gpt2"."""
+        """Return the pretrained model of this name, for example "gpt2", or of whatever else
+        load_source knows. hellaswag.py and the notebook use it."""
         source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
         model.load_weights(source["model"], name)
         return model
 
     def load_weights(self, weights: dict[str, Tensor], origin: str) -> None:
-        """Copy weights, by parameter name, into the model. A tied matrix is expected once, under
-        its first name. Raises UserError, naming the origin, if a name or a shape differs."""
+        """Copy weights, by parameter name, into the model. They contain a tied matrix once, under
+        the name that named_parameters gives it. Raises UserError, which names the origin of the
+        weights, if a name or a shape differs."""
         expected = {name: p.shape for name, p in self.named_parameters()}
         found = {name: p.shape for name, p in weights.items()}
-        differing = sorted(expected.items() ^ found.items())
+        differing = sorted(expected.items() ^ found.items())  # pairs that only one side has
         require(not differing, f"{origin} holds a model of another shape: {differing[:2]}")
         # Not strict, because the second name of a tied matrix is missing
         self.load_state_dict(weights, strict=False)
@@ -252,10 +266,11 @@ class GPT(nn.Module):
     def configure_optimizers(
         self, weight_decay: float, learning_rate: float
     ) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that together update every parameter: here AdamW alone, with the
-        GPT-3 paper's betas. Matrices and embeddings decay; biases and LayerNorms do not."""
+        """Return a list of optimizers that together update every parameter. Here it holds one
+        AdamW, with the betas and eps of the GPT-3 paper; a fork may add others. Matrices and
+        embeddings decay. Biases and LayerNorms do not: decay is there to keep matrices small."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.dim() < 2]
+        vectors = [p for p in self.parameters() if p.dim() < 2]  # biases and LayerNorm weights
         groups = [
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -267,14 +282,14 @@ class GPT(nn.Module):
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T with targets (N,)
-    int64, for x (N, C) and weight (padded V, C). Columns from V on are padding and have no
-    probability. A target of -1 gives a loss of 0."""
+    int64, for x (N, C) and weight (padded V, C). Columns from V on are padding and get probability
+    0. A target of -1 gives a loss of 0."""
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return FusedCrossEntropy.apply(x, weight, targets, V)  # the same, faster: appendix A
     logits = F.linear(x, weight)  # (N, padded V)
-    # The padded columns must not take part in the softmax: real logits are often near -40, where a
-    # padded logit of 0 would take nearly all of the probability. Mask them rather than slice them
-    # off: a slice leaves rows unaligned, and torch.compile fuses the mask into the loss
+    # Keep the padded columns out of the softmax: the logits of OpenAI's GPT-2 are often near -40,
+    # so padded logits of 0 would take nearly all of the probability. Mask the columns rather than
+    # slice them off: a slice leaves rows unaligned, and torch.compile fuses the mask into the loss
     is_padding = torch.arange(len(weight), device=x.device) >= V
     logits = logits.masked_fill(is_padding, -math.inf).float()
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
@@ -287,37 +302,38 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> 
 def next_token(
     logits: Tensor, temperature: float, top_k: int, generator: torch.Generator
 ) -> Tensor:
-    """Draw a token for each row of float32 logits (B, V) from its top_k most likely ones, or from
-    all if top_k is 0. Return the tokens, (B, 1) int64."""
+    """Draw one token per row of logits (B, V) float32, from the row's top_k most likely tokens, or
+    from all tokens if top_k is 0. Return the tokens, (B, 1) int64."""
     if temperature == 0:  # greedy: the most likely token
         return logits.argmax(dim=-1, keepdim=True)
     k = min(top_k or math.inf, logits.size(-1))
-    values, tokens = logits.topk(k)  # (B, k) each
+    values, tokens = logits.topk(k)  # (B, k) each, the most likely first
     probs = F.softmax(values / temperature, dim=-1)
-    choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1), an index below k
-    return tokens.gather(-1, choice)
+    choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1), a rank below k
+    return tokens.gather(-1, choice)  # the token of that rank
 
 
 @torch.no_grad()
 def generate(model: GPT, tokens: Tensor, args: Namespace) -> Tensor:
     """Continue tokens (B, T) int64 by up to args.max_new_tokens and return (B, T + new) int64. A
-    row that has produced <|endoftext|> repeats it from then on.
+    row that has produced <|endoftext|> is filled up with <|endoftext|>.
 
-    The keys and values of earlier tokens are cached, so a step computes one token. Past
-    args.seq_len tokens the window slides: every position changes, the cache is useless, and each
-    step runs the whole window."""
+    While the text fits into args.seq_len, each step computes only its new token and reuses the
+    cached keys and values of the others. After that the model sees the last seq_len tokens. Every
+    step then gives each of them a new position, so the whole window is computed again."""
     eot = model.config.eot
     prompt_length = tokens.size(1)
-    # A generator of its own: sampling leaves the random numbers of the program as they were
+    # Sampling has its own generator, so it does not change the random numbers of training
     generator = torch.Generator(tokens.device).manual_seed(args.seed)
     cache = [[] for _ in model.transformer.h]
     uncached = tokens  # tokens whose keys and values are not in the cache yet
     for _ in range(args.max_new_tokens):
         if tokens.size(1) > args.seq_len:
-            logits = model(tokens[:, -args.seq_len :])
+            logits = model(tokens[:, -args.seq_len :])  # (B, T, V)
         else:
             logits = model(uncached, cache=cache)
         uncached = next_token(logits[:, -1], args.temperature, args.top_k, generator)
+        # What a row draws after its <|endoftext|> is thrown away
         ended = (tokens[:, prompt_length:] == eot).any(dim=1, keepdim=True)  # (B, 1)
         tokens = torch.cat((tokens, uncached.masked_fill(ended, eot)), dim=1)
         if (tokens[:, -1] == eot).all():
@@ -336,8 +352,8 @@ HOW_TO_GET_DATA = (
 
 @contextmanager
 def reading(path: Path | str) -> Iterator[None]:
-    """Turn any error inside the context into a UserError that names the file: every file format
-    has exceptions of its own, and their messages do not say which file they are about."""
+    """Turn any error in the `with` block into a UserError that names the file. Every file format
+    raises other exceptions, and their messages often do not name the file."""
     try:
         yield
     except Exception as error:
@@ -361,7 +377,7 @@ def read_shard(path: Path) -> np.ndarray:
     llm.c's .bin files. Raises UserError if the file is damaged or something else."""
     with reading(path):
         if path.suffix == ".bin":
-            # 256 int32: a magic number, version 1, the number of tokens, and zeros
+            # The header is 256 int32: a magic number, version 1, the number of tokens, then zeros
             header = np.fromfile(path, np.int32, 3).tolist()
             count = (path.stat().st_size - 256 * 4) // 2  # 4 bytes an int32, 2 bytes a token
             expected = [20240520, 1, count]
@@ -387,8 +403,8 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
 
 
 def summarize(shards: dict[str, np.ndarray]) -> str:
-    """Return a short description of the shards that changes when a name or a size does. A resumed
-    run compares it with its checkpoint's."""
+    """Describe the shards in one line that differs if any name or length differs. --resume compares
+    it with the line in the checkpoint."""
     sizes = {name: len(tokens) for name, tokens in shards.items()}
     checksum = crc32(repr(list(sizes.items())).encode())
     return f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
@@ -406,12 +422,15 @@ def permutation(n: int, seed: int | None, *key: int) -> np.ndarray:
 
 @dataclass
 class DataLoaderLite:
-    """Serve batches of (B, T) tokens, every process its share of them.
+    """Serve batches of (B, T) tokens; every process gets its share. (The name is build-nanogpt's.)
 
-    The shards are cut into windows of T tokens, plus one for the last target; what is left at a
-    shard's end, less than T + 1 tokens, is not used. All processes together move one cursor over
-    the sequence of windows, and a step takes the same windows from it whatever B and the number of
-    processes are. With a seed, every epoch has a new order of shards and of the windows within."""
+    Each shard is cut into windows of T inputs and one more token, the last target, so neighbouring
+    windows share a token. What is left at the end of a shard, less than T + 1 tokens, is not used.
+    A window may hold several documents, whose tokens attend to each other, as in GPT-2's training.
+
+    All processes read one common sequence of windows, and an optimizer step takes the same windows
+    from it for every B and every number of processes. With a seed, each epoch shuffles the shards,
+    and the windows inside each shard; without one, the order is that of the files."""
 
     shards: dict[str, np.ndarray]  # tokens by file name
     B: int
@@ -425,13 +444,14 @@ class DataLoaderLite:
         self.windows_per_shard = count_windows(self.shards, self.T)
         self.windows = int(self.windows_per_shard.sum())  # in an epoch
         self.scanned = set()  # names of shards whose tokens are known to be valid
-        self.worker = ThreadPoolExecutor(1)  # loads the next batch while the GPU computes
+        # One thread loads the next batch while the GPU computes. More could change the order
+        self.worker = ThreadPoolExecutor(1)
         self.reset()
 
     def reset(self, position: int = 0) -> None:
-        """Move the cursor behind the first `position` windows of the run."""
-        self.position = position
-        first = position + self.run.rank * self.B
+        """Continue after the first `position` windows of the run, and start to load that batch."""
+        self.position = position  # a count of windows: all that resuming needs
+        first = position + self.run.rank * self.B  # process r takes the r-th B windows
         self.pending = self.worker.submit(self._load, first)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
@@ -442,32 +462,35 @@ class DataLoaderLite:
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def _load(self, first: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets of the B windows from number `first` on, on the CPU."""
+        """Return inputs and targets, (B, T) int64 each, of windows first to first + B - 1."""
         windows = [self._window(i) for i in range(first, first + self.B)]
+        # uint16 saves disk space, but embeddings and cross_entropy need int64
         rows = torch.from_numpy(np.stack(windows).astype(np.int64))  # (B, T + 1)
         x = rows[:, :-1].contiguous()
         y = rows[:, 1:].contiguous()  # the target of each token is the token after it
-        if (
-            self.run.device.type == "cuda"
-        ):  # a copy to the GPU is asynchronous from pinned memory only
+        if self.run.device.type == "cuda":
+            # Only from pinned memory does a copy to the GPU run asynchronously
             return x.pin_memory(), y.pin_memory()
         return x, y
 
-    def _window(self, i: int) -> np.ndarray:
-        """Return window number i of the run, (T + 1,) uint16."""
-        epoch, i = divmod(i, self.windows)
+    def _window(self, number: int) -> np.ndarray:
+        """Return window `number` of the run, (T + 1,) uint16."""
+        epoch, i = divmod(number, self.windows)
         shard_order = permutation(len(self.names), self.seed, epoch)
+        # ends[k] is the number of windows in the first k + 1 shards of this epoch
         ends = self.windows_per_shard[shard_order].cumsum()
         place = int(np.searchsorted(ends, i, side="right"))
         shard = int(shard_order[place])
         tokens = self._get_tokens(self.names[shard])
         window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
-        window = int(window_order[i - ends[place]])  # a negative index, counted from the end
-        return tokens[window * self.T : (window + 1) * self.T + 1]
+        # i - ends[place] is negative and counts from the end of this shard's order
+        start = int(window_order[i - ends[place]]) * self.T
+        return tokens[start : start + self.T + 1]
 
     def _get_tokens(self, name: str) -> np.ndarray:
-        """Return a shard's tokens. Raises UserError if one is beyond the vocabulary, which a GPU
-        would not explain. A shard is scanned before its first use, at 12 ms per 100M tokens."""
+        """Return a shard's tokens. Raises UserError for a token beyond the vocabulary, which on a
+        GPU would only show as a failed assertion in a kernel. A shard is scanned once, before its
+        first use: 12 ms per 100M tokens."""
         tokens = self.shards[name]
         if name not in self.scanned:
             largest = int(tokens.max())
@@ -485,11 +508,12 @@ def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
 
 
 # -----------------------------------------------------------------------------
-# schedules: the learning rate, and updates to skip
+# the learning rate, and which updates to skip
 
 
-# Each function of t, the share of the steps after warmup that are done, gives the learning rate: 1
-# stands for max_lr and 0 for min_lr. wsd (warmup, stable, decay) is from arXiv:2405.18392
+# t goes from 0, at the end of the warmup, to 1, at the end of the run. Each function returns where
+# the learning rate is between min_lr (0) and max_lr (1). Add a function here to add a schedule. wsd
+# stands for warmup, stable, decay (arXiv:2405.18392)
 SCHEDULES = {
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     "linear": lambda t: 1 - t,
@@ -500,16 +524,16 @@ SCHEDULES = {
 
 def get_lr(step: int, args: Namespace) -> float:
     """Return the learning rate of update number `step`, counted from 0."""
-    if step < args.warmup_steps:  # step + 1, so that the first update has an effect
+    if step < args.warmup_steps:  # step + 1, because a first rate of 0 would waste the update
         return args.max_lr * (step + 1) / args.warmup_steps
     t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
     return args.min_lr + SCHEDULES[args.schedule](t) * (args.max_lr - args.min_lr)
 
 
 def z_score(window: list[float], value: float) -> float:
-    """Append value to the window of the last 128 values and return how many standard deviations it
-    is above their mean. Return nan until there were 128 values before it, and for a value that is
-    not finite, which the window does not take in. Source: llm.c."""
+    """Append value to the window, which keeps the last 128 values, and return how many standard
+    deviations it is above their mean. Return nan if the window was not full yet or the value is not
+    finite; such a value is not appended. No comparison with nan is true. Source: llm.c."""
     if not math.isfinite(value):
         return math.nan
     was_full = len(window) == 128
@@ -525,20 +549,20 @@ def z_score(window: list[float], value: float) -> float:
 
 
 def first_given(*values):
-    """Return the first value that is not None."""
+    """Return the first value that is not None. 0 and False are values that were given."""
     return next(value for value in values if value is not None)
 
 
 def print0(*lines: str) -> None:
-    """Print lines from the first process only, at once."""
+    """Print lines from the first process only, without buffering."""
     if os.environ.get("RANK", "0") == "0":
         print(*lines, sep="\n", flush=True)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how this process computes. Made once by setup_run. Its methods do the same thing in
-    every mode, so that the training loop does not need to know the mode."""
+    """Where and how this process computes. setup_run makes it. Its methods work alike for one
+    process and for many, so the training loop need not distinguish them."""
 
     device: torch.device
     dtype: str  # bfloat16, float16, tf32 or float32
@@ -547,47 +571,50 @@ class Run:
     world_size: int
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which matrix products run in 16 bits, if dtype asks for it."""
+        """Return the context in which matrix products and attention run in 16 bits, if dtype asks
+        for it. Weights and their gradients stay in float32."""
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Autocast without compilation, for work whose shapes change with every call. cuDNN's
-        attention is left out because it plans anew, at a cost, for every new shape."""
+        """Autocast without torch.compile, for inputs whose shapes change from call to call. cuDNN's
+        attention is excluded, because it spends time on a plan for every new shape."""
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(backends), self.autocast():
             yield
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over all processes, the same bits in each. The processes wait for each
-        other here, which is why the program needs no other barrier."""
+        """Return the mean over all processes, bit for bit the same in each. `values` is
+        overwritten. No process passes before all have arrived, so the program needs no other
+        barrier."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values / self.world_size
 
-    def all(self, condition: bool) -> bool:
+    def agree(self, condition: bool) -> bool:
         """Return whether the condition holds in every process."""
         return self.mean(torch.tensor(float(condition), device=self.device)).item() == 1
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Let the first process go through the context before the others, for files that it makes
-        and the others read."""
+        """Let the first process run the `with` block before the others do, so that it can make
+        files that they only read. If it fails, torchrun ends the others."""
         if self.rank > 0:
-            self.all(True)
+            self.agree(True)  # wait for the first process
         yield
         if self.rank == 0:
-            self.all(True)
+            self.agree(True)  # let the others go on
 
 
 def setup_run(args: Namespace) -> Run:
     """Choose device and precision, and connect to the other processes if torchrun started some."""
+    # torchrun sets these variables: RANK counts processes over all machines, LOCAL_RANK on one
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(args.device)
-    # Matrix units take float16 from Volta (7, 0) on and bfloat16 from Ampere (8, 0) on. Triton, and
-    # so torch.compile, needs Volta too
+    # Tensor cores multiply float16 since Volta, compute capability (7, 0), and bfloat16 since
+    # Ampere, (8, 0). Triton, which torch.compile uses, needs Volta as well
     capability = (0, 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -601,9 +628,10 @@ def setup_run(args: Namespace) -> Run:
         dtype = "float32"
         if capability >= (7, 0):
             dtype = "bfloat16" if capability >= (8, 0) else "float16"
-    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")  # high: TF32
-    # PyTorch 2.11 leaves autocast's dtype out of the key of its cache of compiled graphs: a
-    # bfloat16 run after a float16 one would get the float16 graph, and would not learn
+    # "high" lets float32 matrix products use TF32
+    torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
+    # In PyTorch 2.11 the key of the cache of compiled graphs lacks autocast's dtype. A bfloat16 run
+    # after a float16 run would be given the float16 graph and would not learn. Add dtype to the key
     torch.compiler.config.cache_key_tag = dtype
     can_compile = capability >= (7, 0) and triton is not None
     return Run(device, dtype, first_given(args.compile, can_compile), rank, world_size)
@@ -617,37 +645,43 @@ def choose_device(name: str) -> torch.device:
     device = best if name == "auto" else torch.device(name)
     if device.type != "cuda":
         return device
-    index = int(os.environ.get("LOCAL_RANK", 0))
     count = torch.cuda.device_count()
-    require(index < count, f"process {index} has no GPU of its own: there are {count}")
-    return torch.device("cuda", index)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # on this machine
+    require(processes <= count, f"{processes} processes need a GPU each, but there are {count}")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
 def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int:
-    """Return about how many bytes of GPU memory training needs for micro-steps of (B, T)."""
+    """Estimate the bytes of GPU memory that training needs with B sequences in a forward pass."""
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in GPT(config).parameters())
-    # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter; a 16-bit
-    #    copy of the weights for autocast and gradients on their way take about 4 more
+    # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
+    #    16-bit copies of the weights, and of some gradients, take about 4 more
     fixed = 20 * parameters
     # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
-    #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU
-    size = 2 if run.dtype in ("bfloat16", "float16") else 4  # bytes per value
-    block = 16 * config.n_embd * size
-    if size == 2:
-        block = 20 * config.n_embd * size  # autocast keeps some of them in float32
+    #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
+    #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
+    size = 4  # bytes per value
+    block = 16 * config.n_embd * 4  # bytes per token
+    if run.dtype in ("bfloat16", "float16"):
+        size = 2
+        block = 20 * config.n_embd * 2
     per_token = config.n_layer * block
     if args.recompute:  # every block's input, and all values of one block at a time
         per_token = config.n_layer * config.n_embd * size + block
-    # 3. the logits. Without kernel and compilation there are two float32 copies of them besides
+    # 3. The logits. Without the kernel and without compilation, copies of them are kept as well:
+    #    12 bytes per logit were measured
     uses_kernel = triton is not None and run.dtype == "bfloat16"
-    per_token += config.vocab_size * (size if run.compile or uses_kernel else 12)
+    if not (run.compile or uses_kernel):
+        size = 12
+    per_token += config.vocab_size * size
     return fixed + B * args.seq_len * per_token
 
 
 def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
-    """Return B, the number of sequences in a micro-step of one process: --batch_size, or for auto
-    the largest power of two that fits. A step consists of whole micro-steps."""
+    """Return B, the sequences in a micro-step of one process: --batch_size, or for auto the largest
+    power of two that fits. A micro-step is one forward and backward pass; the gradients of
+    grad_accum_steps of them add up to one optimizer step."""
     T = args.seq_len
     total = args.total_batch_size
     sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
@@ -659,6 +693,7 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
         return args.batch_size
     powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]  # up to 128
     if run.device.type != "cuda":
+        # 8192 tokens at a time keep a CPU busy, and memory is no concern
         return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
     memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
     fitting = [B for B in powers_of_two if estimate_memory(config, B, args, run) <= memory]
@@ -676,15 +711,15 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole ten
 def save_checkpoint(
     path: Path, model: GPT, optimizers: list[torch.optim.Optimizer], run: Run, **rest
 ) -> None:
-    """Write a checkpoint: model and optimizer state, and `rest`, plain numbers, strings, lists and
-    dicts. Every process calls this and the first one writes. The file is the same for every number
-    of GPUs, with and without compile."""
-    weights, moments = dcp.get_state_dict(model, optimizers, options=FULL)
+    """Write the model, the optimizer state and `rest`, which is numbers, strings, lists and dicts.
+    Every process must call this; only the first writes. The layout does not depend on the number of
+    GPUs or on compilation, so any machine can resume from the file."""
+    weights, optimizer_state = dcp.get_state_dict(model, optimizers, options=FULL)
     if run.rank == 0:
-        # named_parameters lists a tied matrix once
+        # Unlike the state, named_parameters lists a tied matrix once
         weights = {name: weights[name] for name, _ in model.named_parameters()}
         with atomic_write(path) as file:
-            torch.save({"model": weights, "optimizer": moments, **rest}, file)
+            torch.save({"model": weights, "optimizer": optimizer_state, **rest}, file)
     print0(f"saved {path}")
 
 
@@ -701,13 +736,15 @@ def load_checkpoint(path: str | Path) -> dict:
 
 def list_checkpoints(log_dir: str) -> list[Path]:
     """Return the checkpoints in log_dir, oldest first."""
+    # stem[6:] is the step, which follows "model_"
     paths = [path for path in Path(log_dir).glob("model_*.pt") if path.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
 def find_checkpoint(args: Namespace) -> dict:
-    """Return the newest checkpoint that --resume can continue, {} to start from the beginning.
-    Raises UserError rather than mix two runs in one log_dir or lose one."""
+    """Return the newest readable checkpoint with --resume, or {} for a run that starts from the
+    beginning. Raises UserError if log_dir holds a run and the flags do not say what to do with
+    it."""
     paths = list_checkpoints(args.log_dir)
     if not args.resume:
         is_free = not paths and not Path(args.log_dir, "log.txt").exists()
@@ -715,7 +752,7 @@ def find_checkpoint(args: Namespace) -> dict:
         require(is_free or args.overwrite, f"{args.log_dir} holds a run: {choice}")
         return {}
     for path in reversed(paths):
-        try:
+        try:  # a power failure can damage the newest file
             return load_checkpoint(path)
         except UserError as error:
             print0(f"warning: {error}; trying the checkpoint before it")
@@ -724,14 +761,15 @@ def find_checkpoint(args: Namespace) -> dict:
 
 
 # -----------------------------------------------------------------------------
-# evaluation. All of it gets the model without its DDP wrapper, whose forward communicates: then no
-# process waits for another one before the sums at the end, whatever batches it has had
+# evaluation. Each function takes the model without its DDP wrapper, because the wrapper's forward
+# pass may communicate. The processes can then run batches of different shapes without waiting for
+# each other. They meet once, when validate or hellaswag.score adds up what each has computed
 
 
 @torch.no_grad()
 def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float:
-    """Return the mean loss, in nats per token, over the first `tokens` tokens of the split, or all
-    that it has. They are the same tokens for every B and number of processes."""
+    """Return the mean loss in nats per token over the first tokens // T windows of the split, at
+    least one and at most all. They are the same for every B and every number of processes."""
     model.eval()
     loader.reset()
     windows = min(max(1, tokens // loader.T), loader.windows)
@@ -740,17 +778,19 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
     sums = []
     for first in range(0, windows, loader.B * run.world_size):
         x, y = loader.next_batch()
-        # Every process computes equally many batches; surplus rows of the last ones do not count
+        # Every process computes the same number of batches. Rows beyond the last window do not
+        # count
         y = y.masked_fill(first + rows >= windows, -1)
         with run.autocast():
             sums.append(model(x, y, reduction="none").sum())
-    total = torch.stack(sums).double().cpu().sum().float().to(run.device)
+    # The sum is taken in float64, and on the CPU, because an MPS device has no float64
+    total = torch.stack(sums).cpu().double().sum().float().to(run.device)
     model.train()
     return run.mean(total).item() * run.world_size / (windows * loader.T)
 
 
 def find_hellaswag(args: Namespace, run: Run) -> Path | None:
-    """Return HellaSwag's file, downloaded if necessary, or None where it is not wanted or cannot be
+    """Return HellaSwag's file, downloaded if necessary, or None if it is switched off or cannot be
     downloaded."""
     if args.hellaswag_every == 0:
         return None
@@ -760,11 +800,12 @@ def find_hellaswag(args: Namespace, run: Run) -> Path | None:
             path = hellaswag.fetch()
         except ConnectionError as error:
             print0(f"note: HellaSwag is skipped: {error}")
-    return path if run.all(path is not None) else None
+    return path if run.agree(path is not None) else None
 
 
 def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
-    """Return HellaSwag's acc_norm, counted as build-nanogpt does, and a line to print."""
+    """Return the share of HellaSwag's examples whose right ending has the lowest mean loss per
+    token, as build-nanogpt counts it, and a line to print. Each process scores a share of them."""
     model.eval()
     start = time.perf_counter()
     with run.eager():
@@ -776,7 +817,8 @@ def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
 
 
 def print_samples(model: GPT, args: Namespace, run: Run) -> None:
-    """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
+    """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>. Every
+    process computes the same samples, and the first one prints them."""
     tokenizer = fineweb.get_tokenizer(model.config.tokenizer)
     eot = model.config.eot
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
@@ -791,11 +833,11 @@ def print_samples(model: GPT, args: Namespace, run: Run) -> None:
 
 
 # -----------------------------------------------------------------------------
-# the log, and speed as a share of the hardware's
+# the log, and how much of the GPU's peak speed is used
 
-# Peak TFLOP/s by a word in the GPU's name, first match: 16 bits, TF32, float32. Source: NVIDIA's
-# data sheets (dense matrix units that accumulate in float32, and plain float32). GPUs before Ampere
-# have no TF32 and compute in float32 instead.
+# Peak TFLOP/s in 16 bits, TF32 and float32. The first key that occurs in the GPU's name counts.
+# Source: NVIDIA's data sheets, for dense matrix products that accumulate in float32. GPUs before
+# Ampere have no TF32 and compute in float32 instead.
 PEAK_TFLOPS = {
     "B200": (2250, 1125, 75),      "H200": (989, 494, 67),         "H100 PCIe": (756, 378, 51),
     "H100 NVL": (835, 417, 60),    "H100": (989, 494, 67),         "A100": (312, 156, 19.5),
@@ -808,12 +850,12 @@ PEAK_TFLOPS = {
 def peak_tokens_per_second(model: GPT, T: int, run: Run) -> float | None:
     """Return the tokens per second at which the model FLOPs utilization (MFU) would be 100% on all
     GPUs together, or None for an unknown GPU. Source: llm.c."""
-    # 1. a parameter of a matrix product takes part in one multiplication and one addition per
-    #    token, once in the forward and twice in the backward pass: 6 N
-    N = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    # 2. attention: 2 * 2 * C * T per layer for q @ k and att @ v, times 3 as above, of which the
-    #    causal mask needs half
-    flops_per_token = 6 * N + 6 * model.config.n_layer * model.config.n_embd * T
+    # 1. For every token, a weight of a matrix product takes part in one multiplication and one
+    #    addition in the forward pass, and in twice as many in the backward pass: 6 per weight
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    # 2. Attention: q @ k and att @ v are 2 * C * T each per layer and token, times 3 as above, and
+    #    divided by 2 because the causal mask leaves half of it
+    flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
     column = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}[run.dtype]
     for name, peaks in PEAK_TFLOPS.items():
         if run.device.type == "cuda" and re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
@@ -825,8 +867,8 @@ class Log:
     """log.txt in log_dir, written by the first process. A record is a line: step, stream, value."""
 
     def __init__(self, args: Namespace, start: int, run: Run):
-        """Open the log without the records of step `start` and later, which are about to be written
-        again. --overwrite deletes the run that was in log_dir."""
+        """Open the log. Records of step `start` and later are removed, because the run writes them
+        again. With --overwrite, first delete the run in log_dir."""
         self.file = None
         if run.rank > 0:
             return
@@ -840,7 +882,7 @@ class Log:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         with atomic_write(path) as file:
             file.writelines(line for line in lines if is_record_before(line, start))
-        # Without a buffer every record reaches the file at once and whole
+        # An unbuffered file gets every record in a single write, so a killed run leaves whole ones
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
 
     def record(self, step: int, **values: str) -> None:
@@ -870,7 +912,7 @@ def catch_signals() -> list[int]:
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, note)  # the signal may have interrupted a print
+            os.write(2, note)  # print is not safe in a signal handler
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, catch)
@@ -878,14 +920,15 @@ def catch_signals() -> list[int]:
 
 
 def is_due(step: int, every: int, args: Namespace) -> bool:
-    """Return whether something that happens every so many steps is due: 0 means never, and
-    everything else is also due after the last update."""
+    """Return whether something that happens every `every` steps is due. 0 means never; anything
+    else is also due after the last update."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
 def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     """Train and return the exit status: 0, or 128 plus the number of the signal that ended it."""
-    # what to train, on which data, from which weights
+    # What to train, on which data. settle_args, in the next section, decides every flag that was
+    # left open, and chooses the model's config and the source of its weights: {} for new ones
     train_shards = open_shards(args.data_dir, "train")
     data = summarize(train_shards)
     args, config, source = settle_args(args, checkpoint, train_shards, run)
@@ -893,65 +936,82 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         check_resume(args, data, checkpoint)
     B, T, V = args.batch_size, args.seq_len, config.vocab_size
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
-
+    shuffle_seed = args.seed if args.shuffle else None
+    train_loader = DataLoaderLite(train_shards, B, T, V, shuffle_seed, run)
     val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
-    train_loader = DataLoaderLite(train_shards, B, T, V, args.seed if args.shuffle else None, run)
     val_loader = DataLoaderLite(val_shards, B, T, V, None, run)
+    # Fetch what evaluation needs now, so that nobody waits for a download in mid-training
     hellaswag_file = find_hellaswag(args, run)
     if args.sample_every:
-        fineweb.get_tokenizer(config.tokenizer)  # if it cannot be downloaded, say so now
+        fineweb.get_tokenizer(config.tokenizer)
 
-    # The model. The weights are drawn on the CPU, so a seed gives the same ones on every device.
-    # PyTorch draws no random numbers after this: there is no dropout, and the data order and the
-    # samples have generators of their own. So a checkpoint needs no random state. (A fork with
-    # dropout stays exact if it calls torch.manual_seed with seed and step before each step)
+    # The model. Draw the weights on the CPU, so that a seed gives the same ones on every device.
+    # After that PyTorch's global generator is not used: there is no dropout, and the data order and
+    # the samples have generators of their own. So a checkpoint needs no random state. (A fork with
+    # dropout stays exact if it calls torch.manual_seed(args.seed + step) before each step)
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
-    if source:
-        raw_model.load_weights(source["model"], args.init_from)
+    if source:  # the checkpoint to resume, or the model of --init_from
+        raw_model.load_weights(source["model"], args.log_dir if checkpoint else args.init_from)
     raw_model.to(run.device)
     if run.compile:
-        raw_model.compile(dynamic=False)
-    model = raw_model
+        raw_model.compile(dynamic=False)  # in place, so the parameters keep their names
+    model = raw_model  # model is for training, raw_model for evaluation and checkpoints
     if run.world_size > 1:
+        # DDP gives every process the weights of the first one, and averages the gradients. With
+        # bucket views it needs no second copy of the gradients
         model = DDP(raw_model, gradient_as_bucket_view=True)
 
     # everything else that the next step depends on
     optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
+    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
+    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
+    # skipped below and the factor is halved; after 2000 good steps it is doubled. It is off for
+    # other dtypes
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
     start = checkpoint.get("step", 0)  # updates done
-    loss_window = checkpoint.get("loss_window", [])
-    norm_window = checkpoint.get("norm_window", [])
+    loss_window = checkpoint.get("loss_window", [])  # for --skip_loss_z
+    norm_window = checkpoint.get("norm_window", [])  # for --skip_grad_z
     if checkpoint:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         for saved, group in zip(checkpoint["optimizer"]["param_groups"], groups, strict=True):
-            saved["weight_decay"] = group["weight_decay"]  # the flag decides
+            saved["weight_decay"] = group["weight_decay"]  # or the saved value would replace it
         dcp.set_optimizer_state_dict(raw_model, optimizers, checkpoint["optimizer"], options=FULL)
         if checkpoint["scaler"]:  # empty unless the run used float16
             scaler.load_state_dict(checkpoint["scaler"])
         train_loader.reset(checkpoint["position"])
 
     def save(step: int, val_loss: float | None) -> None:
-        state = {"step": step, "position": train_loader.position, "val_loss": val_loss}
-        state |= {"loss_window": loss_window, "norm_window": norm_window}
-        state |= {"scaler": scaler.state_dict(), "world_size": run.world_size, "data": data}
-        state |= {"config": asdict(config), "args": vars(args)}
+        state = {
+            "step": step,  # updates done
+            "position": train_loader.position,  # windows used
+            "scaler": scaler.state_dict(),
+            "loss_window": loss_window,  # of z_score
+            "norm_window": norm_window,
+            "config": asdict(config),  # these two rebuild the model and the run
+            "args": vars(args),
+            "world_size": run.world_size,  # with these two --resume checks that it is the same run
+            "data": data,
+            "val_loss": val_loss,  # for people and tools
+        }
         path = Path(args.log_dir, f"model_{step:05d}.pt")
         save_checkpoint(path, raw_model, optimizers, run, **state)
         if run.rank == 0 and args.keep:
-            for old in list_checkpoints(args.log_dir)[: -args.keep]:
+            paths = list_checkpoints(args.log_dir)
+            for old in paths[: paths.index(path) + 1][: -args.keep]:  # never this one
                 old.unlink()
 
+    # Nothing can be refused any more, so now --overwrite may delete an earlier run
     log = Log(args, start, run)
     print0(*describe(args, raw_model, data, train_loader.windows, run))
     peak = peak_tokens_per_second(raw_model, T, run)
     signals = catch_signals()
-    skipped = 0  # updates in a row
+    skipped = 0  # consecutive updates skipped so far
     # One iteration more than there are updates: each begins with the evaluation of the model after
     # `step` updates, so that the last iteration evaluates the last update and then ends
     for step in range(start, args.max_steps + 1):
         counter = f"step {step:5d}/{args.max_steps}"
-        val_loss = None  # of the model after exactly `step` updates
+        val_loss = None  # stays None unless it is measured at this step
         if is_due(step, args.val_every, args):
             val_loss = validate(raw_model, val_loader, args.val_tokens, run)
             print0(f"{counter} | val loss: {val_loss:.4f}")
@@ -960,6 +1020,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             share, line = score_hellaswag(raw_model, hellaswag_file, run)
             print0(f"{counter} | {line}")
             log.record(step, hella=f"{share:.4f}")
+        # Samples of new weights would be noise; --max_steps 0 looks at a model without training it
         if is_due(step, args.sample_every, args) and (step > 0 or args.max_steps == 0):
             print_samples(raw_model, args, run)
         if is_due(step, args.save_every, args) and step > start:
@@ -970,29 +1031,30 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         # one optimizer step, on the mean gradient of total_batch_size tokens
         t0 = time.perf_counter()
         if args.overfit_one_batch:
-            train_loader.reset()
+            train_loader.reset()  # to the first window
         model.zero_grad()
-        loss_sum = torch.zeros((), device=run.device)
+        loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
-            x, y = train_loader.next_batch()  # (B, T) each
-            # DDP averages gradients over the processes when this is set: once a step is enough
+            x, y = train_loader.next_batch()  # (B, T) int64 each
+            # DDP averages the gradients over the processes only if this is True: once per step
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
-                loss = model(x, y) / grad_accum_steps  # backward sums; the step needs the mean
-            # Small gradients would become 0 in float16. The scaler multiplies the loss by a large
-            # factor and halves it whenever gradients overflow; for other dtypes the factor is 1
+                # Gradients of micro-steps add up, and the step needs their mean
+                loss = model(x, y) / grad_accum_steps
             scaler.scale(loss).backward()
             loss_sum += loss.detach()
         for optimizer in optimizers:
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # the norm is that of the true gradients
+        # GPT-3 clips the norm to 1.0; the norm before clipping is returned
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
 
-        # The host waits for the GPU only here. The means are the same in every process, so all of
-        # them agree whether to update and whether to stop
+        # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
+        # get the same three numbers, so they agree whether to update and whether to stop
         stop = loss_sum.new_tensor(float(len(signals)))
         loss, norm, stop = run.mean(torch.stack((loss_sum, norm, stop))).tolist()
         z_loss = z_score(loss_window, loss)
         z_norm = z_score(norm_window, norm)
+        # An update that is skipped has used up its data and its step all the same
         is_outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
         update = math.isfinite(loss) and math.isfinite(norm) and not is_outlier
         lr = get_lr(step, args)
@@ -1002,9 +1064,10 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             if update:
                 scaler.step(optimizer)
         scaler.update()
-        dt = time.perf_counter() - t0  # seconds, without evaluation
+        dt = time.perf_counter() - t0  # seconds from one wait for the GPU to the next
         ms = f"{1000 * dt:.2f}"
 
+        # the record of the step, and the same as a line to read
         log.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
         tokens_per_second = args.total_batch_size / dt
         line = f"{counter} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {ms}ms"
@@ -1015,15 +1078,15 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             line += " | update skipped"
         print0(line)
         skipped = 0 if update else skipped + 1
-        if skipped == 100:
+        if skipped == 100:  # float16's scaler needs fewer than 20 to recover from any overflow
             raise FloatingPointError(f"100 updates skipped in a row: loss {loss}, norm {norm}")
         if step == start + 10:
-            left = timedelta(seconds=round(dt * (args.max_steps - step)))
+            left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
             print0(f"about {left} left, without evaluation")
-        if stop:
+        if stop:  # SIGTERM or Ctrl-C arrived in some process
             save(step + 1, None)
             print0("to continue, run the same command with --resume")
-            return 128 + signals[0] if signals else 0
+            return (128 + signals[0]) if signals else 0  # 0: another process got the signal
 
     print0(f"done: the log is {Path(args.log_dir, 'log.txt')}")
     if list_checkpoints(args.log_dir):
@@ -1033,7 +1096,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
 
 
 # -----------------------------------------------------------------------------
-# the command line: what a run is. Whoever came for the training alone may stop here
+# the command line, which decides what a run is. The training itself is complete above
 
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
@@ -1049,40 +1112,49 @@ def auto_or_int(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-# flag: (its default, or its type if settle_args decides the default; its help)
+# flag: (default, help). A flag with a type in place of a default is None unless it is given. For
+# most of these, settle_args then decides from the model, the data and the hardware
 FLAGS = {
+    # data and model
     "data_dir": ("edu_fineweb10B", "folder of shards"),
     "log_dir": ("log", "folder for log.txt and checkpoints"),
     "model": (str, f"size: {', '.join(SIZES)} (default: d12)"),
     "init_from": ("scratch", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint or a folder"),
+    # batch and length
     "batch_size": (auto_or_int, "B: sequences per GPU and micro-step (default: auto, what fits)"),
     "seq_len": (int, "T: tokens in a sequence (default: the model's context)"),
     "total_batch_size": (2**19, "tokens per optimizer step, over all GPUs"),  # 524288
-    "max_steps": (19073, "optimizer steps"),  # 19073 * 2**19 tokens are 10B tokens
+    "max_steps": (19073, "optimizer steps"),  # 10B tokens / 2**19
     "epochs": (float, "set max_steps from the amount of data instead"),
+    # optimizer
     "warmup_steps": (int, "(default: 715, or the same share of a shorter run)"),
-    "max_lr": (float, "peak learning rate (default: GPT-3's for the size)"),
+    "max_lr": (float, "peak learning rate (default: GPT-3's for a model of this size)"),
     "min_lr": (float, "learning rate at the end (default: a tenth of max_lr)"),
     "schedule": ("cosine", "how the learning rate decays"),
     "weight_decay": (0.1, "of matrices and embeddings"),
     "grad_clip": (1.0, "largest gradient norm, 0: any"),
     "seed": (1337, "of the initial weights, the data order and the samples"),
     "shuffle": (True, "read the data in a new order every epoch"),
+    # precision and speed
     "device": ("auto", "where to compute"),
     "dtype": ("auto", "precision of matrix products"),
     "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
     "recompute": (False, "save memory: compute each block again in the backward pass"),
+    # evaluation
     "val_every": (250, "in steps, 0: never"),
     "val_tokens": (20 * 2**19, "tokens to validate on"),
     "hellaswag_every": (int, "in steps, 0: never (default: 250, on a CPU 0)"),
     "sample_every": (250, "in steps, 0: never"),
     "save_every": (5000, "in steps, 0: never"),
+    # checkpoints
     "keep": (0, "how many of the newest checkpoints to keep, 0: all"),
     "resume": (False, "continue log_dir's newest checkpoint"),
     "overwrite": (bool, "delete the run in log_dir first"),
+    # debugging and outliers
     "overfit_one_batch": (False, "train on the first batch only, to debug"),
     "skip_loss_z": (0.0, "skip updates whose loss has a higher z-score, 0: none"),
     "skip_grad_z": (0.0, "the same for the gradient norm"),
+    # other things to do, and how to sample
     "quickstart": (False, "a small GPT on Python's documentation, offline"),
     "sample": (False, "print what the model of --init_from writes, then exit"),
     "export_hf": (str, "folder: write the model of --init_from for transformers, then exit"),
@@ -1097,35 +1169,41 @@ CHOICES = {
     "device": ("auto", "cuda", "mps", "cpu"),
     "dtype": ("auto", "bfloat16", "float16", "tf32", "float32"),
 }
-# --sample takes these, unless they are given, from the run that made the model
+# --resume refuses to change these, because the result would be another run
+FIXED = ("data", "model", "seq_len", "total_batch_size", "schedule", "seed", "shuffle")
+# These concern one start of the program, so --resume does not take them from the checkpoint
+LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
+# --sample takes these from the run that made the model, unless the command line gives them
 SAMPLING = ("prompt", "num_samples", "max_new_tokens", "temperature", "top_k", "seq_len")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of FLAGS. A flag that settle_args decides is None unless it is given."""
+    """Return the parser of FLAGS."""
     parser = argparse.ArgumentParser(usage="python train_gpt2.py [flags]", allow_abbrev=False)
-    parser.error = fineweb.refuse_arguments
+    parser.error = fineweb.refuse_arguments  # raises UserError instead of exiting
     group = parser.add_argument_group("flags")
     exclusive = group.add_mutually_exclusive_group()
     for flag, (default, text) in FLAGS.items():
         options = {"help": text, "type": default}
-        if not callable(default):
+        if not callable(default):  # it is a value, which has the flag's type
             options = {"help": f"{text} (default: {default})", "type": type(default)}
             options["default"] = default
         if options["type"] is bool:
             options["action"] = argparse.BooleanOptionalAction
             del options["type"]
-        where = exclusive if flag in ("max_steps", "epochs") else group
+        where = group
+        if flag in ("max_steps", "epochs"):
+            where = exclusive
         where.add_argument(f"--{flag}", choices=CHOICES.get(flag), **options)
     return parser
 
 
 def parse_args(argv: list[str], stored: dict = {}) -> Namespace:  # noqa: B006
-    """Return the flags. A flag that is not given has its value from `stored`, the flags of a
-    checkpoint, then from --quickstart, then from FLAGS. Raises UserError for an unknown flag or an
-    impossible value."""
+    """Return the flags. A value comes from the first of these that has it: the command line,
+    `stored` (the flags of a checkpoint), --quickstart, FLAGS. Raises UserError for an unknown flag
+    or an impossible value."""
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv)  # a first time, to look for --quickstart
     if args.quickstart:
         parser.set_defaults(**QUICKSTART)
     kept = FLAGS.keys() - set(LOCAL)
@@ -1137,6 +1215,7 @@ def parse_args(argv: list[str], stored: dict = {}) -> Namespace:  # noqa: B006
             least = 1
         if isinstance(value, int | float):
             require(least <= value < math.inf, f"{flag} is {value}, expected at least {least}")
+    # NumPy's generators take 32 bits
     require(args.seed < 2**32, f"seed is {args.seed}, expected less than 2**32")
     if args.quickstart and Path(args.log_dir) == Path(QUICKSTART["log_dir"]):
         is_own_data = Path(args.data_dir) == Path(QUICKSTART["data_dir"])
@@ -1150,14 +1229,15 @@ def parse_args(argv: list[str], stored: dict = {}) -> Namespace:  # noqa: B006
 def settle_args(
     args: Namespace, checkpoint: dict, train_shards: dict[str, np.ndarray], run: Run
 ) -> tuple[Namespace, GPTConfig, dict]:
-    """Return the flags with every value decided, the model's config, and what its weights come
-    from, {} for new ones. Nothing changes the flags later."""
+    """Return the flags with their defaults decided, the model's config, and the source of its
+    weights, {} for new ones. Nothing changes the flags later. (--device, --dtype and --compile may
+    still be "auto" or None: `run` holds what became of them.)"""
     new = Namespace(**vars(args))
     new.model, config, source, T = settle_model(args, checkpoint)
     new.seq_len = first_given(args.seq_len, T)
     context = config.block_size
     require(new.seq_len <= context, f"seq_len {new.seq_len} is longer than the context, {context}")
-    if args.epochs is not None:
+    if args.epochs is not None:  # as many whole steps as fit into the epochs
         windows = int(count_windows(train_shards, new.seq_len).sum())
         steps = args.epochs * windows * new.seq_len / args.total_batch_size
         new.max_steps = max(1, int(steps))
@@ -1168,10 +1248,8 @@ def settle_args(
     require(new.warmup_steps <= new.max_steps, too_long)
     new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
-    every = 0 if run.device.type == "cpu" else 250  # half an hour on a CPU, seconds on a GPU
+    every = 0 if run.device.type == "cpu" else 250  # it takes half an hour on a CPU
     new.hellaswag_every = first_given(args.hellaswag_every, every)
-    if checkpoint and checkpoint["world_size"] != run.world_size:
-        new.batch_size = None
     new.batch_size = choose_batch_size(new, config, run)
     return new, config, source
 
@@ -1181,7 +1259,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     of T. The weights come from the checkpoint to resume, from --init_from, or are new: {}."""
     meta = read_meta(args.data_dir)
     if args.init_from == "scratch" and not checkpoint:
-        model = first_given(args.model, "d12").removeprefix("gpt2:")
+        model = first_given(args.model, "d12").removeprefix("gpt2:")  # gpt2:d12 is d12
         hint = "OpenAI's GPT-2 is --init_from gpt2"
         require(model in SIZES, f"model {model} is none of {', '.join(SIZES)}; {hint}")
         config = GPTConfig(*SIZES[model][:4], **meta)
@@ -1192,7 +1270,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     found = f"the model reads {config.tokenizer} tokens, {args.data_dir} has {tokenizer} tokens"
     require(config.tokenizer == tokenizer, found)
     size = source["args"]["model"]
-    is_size = checkpoint or args.model in (None, size)  # check_resume compares a checkpoint's
+    is_size = checkpoint or args.model in (None, size)  # check_resume refuses another size
     require(is_size, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
     return first_given(args.model, size), config, source, source["args"]["seq_len"]
 
@@ -1202,10 +1280,10 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     B, T, total = args.batch_size, args.seq_len, args.total_batch_size
     device = torch.cuda.get_device_name() if run.device.type == "cuda" else run.device.type
     parameters = sum(p.numel() for p in model.parameters())
-    epochs_per_step = total / (windows * T)
+    epochs_per_step = total / (windows * T)  # usually far below 1
     epochs = args.max_steps * epochs_per_step
     lines = [
-        f"device | {run.world_size} x {device}, {run.dtype}{', compiled' if run.compile else ''}",
+        f"device | {run.world_size} x {device}, {run.dtype}, compile {run.compile}",
         f"model  | {args.model}, {parameters:,} parameters; data {args.data_dir}, {data}",
         f"step   | {total:,} tokens in micro-steps of B {B} x T {T} x {run.world_size} processes",
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; learning rate {args.max_lr:g},"
@@ -1213,21 +1291,15 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     ]
     if model.config.block_size > T and not args.quickstart:
         lines.append(f"warning: the model's positions from {T} on stay untrained")
-    if epochs > 4:
+    if epochs > 4:  # Muennighoff et al. 2023, arXiv:2305.16264
         lines.append("warning: after 4 epochs, repeated data teaches little")
     if epochs_per_step > 0.2:
         found = f"a step sees {epochs_per_step:.1f} epochs of the data"
         lines.append(f"warning: {found}; a smaller --total_batch_size gives more steps")
-    days = 6 * parameters * args.max_steps * total / 1e12 / 86400  # at 1 TFLOP/s
+    days = 6 * parameters * args.max_steps * total / 1e12 / 86400  # 6 FLOPs a weight at 1 TFLOP/s
     if run.device.type == "cpu" and days > 1:
         lines.append(f"warning: {days:.0f} days or more on a CPU; --quickstart takes two minutes")
     return lines
-
-
-# A run with another value of these would be another run; other changes are announced
-FIXED = ("data", "model", "seq_len", "total_batch_size", "schedule", "seed", "shuffle")
-# These say what to do here and now, and are not part of a run
-LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
 
 
 def check_resume(args: Namespace, data: str, checkpoint: dict) -> None:
@@ -1257,17 +1329,20 @@ def run_command(argv: list[str]) -> int:
         stored = {flag: value for flag, value in source["args"].items() if flag in SAMPLING}
         return use_model(parse_args(argv, stored), source)
     checkpoint = find_checkpoint(args)
-    args = parse_args(argv, checkpoint.get("args", {}))
+    stored = dict(checkpoint.get("args", {}))
+    if checkpoint.get("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
+        stored.pop("batch_size", None)  # it need not suit another number of processes
+    args = parse_args(argv, stored)
     run = setup_run(args)
     if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
         with run.main_first():
-            if run.rank == 0:  # where the shards are complete already, this only says so
+            if run.rank == 0:  # if the shards are complete, this prints so and returns
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
     return train(args, checkpoint, run)
 
 
 def use_model(args: Namespace, source: dict) -> int:
-    """Sample from the model of --init_from or export it, and return the exit status 0."""
+    """Export the model of --init_from, sample from it, or both, and return the exit status 0."""
     config = GPTConfig(**source["config"])
     context = config.block_size
     require(
@@ -1286,10 +1361,11 @@ def use_model(args: Namespace, source: dict) -> int:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line shown at the top of this file and exit: 0 done, 2 a mistake that the
-    user can put right, 1 training failed, 128 + signal after SIGTERM or SIGINT."""
+    """Run the command line shown at the top of this file. The exit status is 0 for success, 1 if
+    training failed, 2 for a mistake that the user can put right, and 128 plus the number of the
+    signal after SIGTERM or SIGINT."""
     try:
-        status = run_command(sys.argv[1:] if argv is None else argv)
+        status = run_command(first_given(argv, sys.argv[1:]))
     except (UserError, ConnectionError) as error:
         status = report(error, 2)
     except FloatingPointError as error:
@@ -1303,8 +1379,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def report(problem: object, status: int) -> int:
     """Print the problem as one line and return the exit status."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"train_gpt2.py: {problem}", file=sys.stderr)
+    print(f"train_gpt2.py: {problem}", file=sys.stderr)
     return status
 
 
@@ -1312,28 +1387,28 @@ def report(problem: object, status: int) -> int:
 # appendix A: the loss as one kernel. The logits are the largest tensor of all, 6.6 GB in bfloat16
 # for GPT-2 124M at B = 64. PyTorch's compiled cross entropy takes 10.7 ms of an H100 for the loss
 # and its gradient. The kernel takes 4.8 ms, because it reads the logits once and writes the
-# gradient over them; copying them takes 4.4 ms
+# gradient over them. For comparison, copying the logits takes 4.4 ms
 
 
 class FusedCrossEntropy(torch.autograd.Function):
     """linear_cross_entropy for bfloat16 on a GPU. The gradient of a row of logits is softmax(row) -
-    onehot(target), times the gradient of the row's loss. The kernel leaves that last factor out; it
-    is one number per row, and the matrix products of the backward pass apply it. There is no second
-    derivative."""
+    onehot(target), times the gradient of the row's loss. The kernel stores it without that last
+    factor, a number per row, by which backward multiplies. There is no second derivative."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
-        w = weight.to(x.dtype)
+        w = weight.to(x.dtype)  # (padded V, C) bfloat16
         logits = x @ w.T  # (N, padded V)
         losses = torch.empty(len(x), device=x.device)  # float32
         cross_entropy_kernel[(len(x),)](logits, targets, losses, V, len(w), num_warps=16)
-        ctx.save_for_backward(x, w, logits)
+        ctx.save_for_backward(x, w, logits)  # the logits are their own gradient now
         return losses
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, w, dlogits = ctx.saved_tensors
         grad = grad[:, None]  # (N, 1) float32
+        # the sum over N rows is kept in float32
         dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
         dx = (dlogits @ w * grad).to(x.dtype)
         return dx, dweight, None, None
@@ -1345,8 +1420,8 @@ if triton:
     def load_block(
         row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, keep: tl.constexpr
     ):
-        """Return row[start : start + size] in float32, with -inf from V on. Only the last block
-        needs a mask, which costs time."""
+        """Return row[start : start + size] in float32, with -inf from V on. Only the last block is
+        masked, because masking costs time. `keep` is the policy of the GPU's cache."""
         columns = start + tl.arange(0, size)
         if start + size <= V:
             x = tl.load(row + columns, eviction_policy=keep)
@@ -1383,7 +1458,8 @@ if triton:
             columns = start + tl.arange(0, size)
             p = p.to(logits.dtype.element_ty)
             tl.store(row + columns, p, columns < padded_V, eviction_policy="evict_first")
-        # 3. Subtract 1 at the target, after all threads have stored their part of the row
+        # 3. Subtract 1 at the target. The barrier comes first, because another thread may have
+        #    stored this element in 2.
         tl.debug_barrier()
         p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
         tl.store(at_target, p.to(logits.dtype.element_ty))
@@ -1393,13 +1469,13 @@ if triton:
 # appendix B: weights in Hugging Face's format, in and out
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # they store these as (in, out)
+CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out) there
 
 
 def load_source(name: str) -> dict:
-    """Return config, model (weights by name) and args (of the run, at least model and seq_len) of
-    what --init_from names: one of HUGGING_FACE, a folder in that format, a checkpoint, or a log_dir
-    for its newest checkpoint."""
+    """Return {"config", "model", "args"} of what --init_from names: one of HUGGING_FACE, a folder
+    in that format, a checkpoint, or a log_dir, which stands for its newest checkpoint. "model" has
+    the weights by name; "args" has at least model, the size, and seq_len."""
     if name in HUGGING_FACE or Path(name, "config.json").is_file():
         return load_hf(name)
     path = Path(name)
@@ -1415,23 +1491,24 @@ def load_source(name: str) -> dict:
 def load_hf(name: str) -> dict:
     """Return what load_source does for a GPT-2 of transformers: a folder, or a name on the hub.
     Raises UserError for any other model."""
-    from transformers import AutoConfig, GPT2LMHeadModel
+    from transformers import AutoConfig, GPT2LMHeadModel  # training does not need transformers
 
     with reading(name):
-        c = AutoConfig.from_pretrained(name)
+        c = AutoConfig.from_pretrained(name)  # reads config.json
         require(c.model_type == "gpt2", f"it is a {c.model_type} model, expected gpt2")
+        # transformers would draw random numbers for missing weights, and only warn
         theirs, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         problems = {kind: sorted(names) for kind, names in report.items() if names}
         require(not problems, f"its weights do not fit: {problems}")
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)  # config.json does not name it
-    require(tokenizer, f"{name} has a vocabulary of {c.vocab_size} tokens, expected 50257")
+    require(tokenizer, f"{name} has a vocabulary of {c.vocab_size}, expected 50257 or 257")
     shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
     config = GPTConfig(*shape, c.vocab_size, tokenizer, c.vocab_size - 1)
     weights = {}
     for key, p in theirs.named_parameters():  # a tied matrix once
         weights[key] = p.detach().T if key.endswith(CONV1D) else p.detach()
     wte = weights["transformer.wte.weight"]
-    weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # more rows
+    weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # add rows of 0
     ours = GPT(config)
     ours.load_weights(weights, name)
     require(same_logits(ours, theirs, 64), f"{name} is a variant of GPT-2 with other logits")
@@ -1455,7 +1532,8 @@ def export_hf(model: GPT, folder: str) -> None:
     for name, p in model.state_dict().items():
         if name.endswith(CONV1D):
             p = p.T
-        weights[name] = p[: len(expected.get(name, p))]  # without the vocabulary's padding
+        weights[name] = p[: len(expected.get(name, p))]  # cuts the padded rows off
+    # A fork that has other parameters fails here, one that computes otherwise in same_logits
     is_gpt2 = {n: p.shape for n, p in weights.items()} == {n: p.shape for n, p in expected.items()}
     if is_gpt2:
         theirs.load_state_dict(weights)
@@ -1477,7 +1555,8 @@ def same_logits(ours: GPT, theirs: nn.Module, T: int) -> bool:
 
 
 def export_tokenizer(config: GPTConfig, folder: str) -> None:
-    """Write the tokenizer as a GPT2Tokenizer. Its merges follow from the ranks of the tokens."""
+    """Write the tokenizer as a GPT2Tokenizer. Its merges are computed from the tokens' ranks,
+    because tiktoken does not store them."""
     from transformers import GPT2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
