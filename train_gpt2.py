@@ -21,6 +21,7 @@ the hyperparameters, build-nanogpt and llm.c for the file formats.
 """
 
 import argparse
+import io
 import json
 import math
 import os
@@ -32,12 +33,12 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from zipfile import is_zipfile
+from zipfile import ZipFile, is_zipfile
 from zlib import crc32
 
 import numpy as np
@@ -249,17 +250,20 @@ class GPT(nn.Module):
         load_source knows. hellaswag.py and the notebook use it."""
         source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
-        model.load_weights(source["model"], name)
+        model.load_weights(source["model"])
         return model
 
-    def load_weights(self, weights: dict[str, Tensor], origin: str) -> None:
-        """Copy weights, by parameter name, into the model. They contain a tied matrix once, under
-        the name that named_parameters gives it. Raises UserError, which names the origin of the
-        weights, if a name or a shape differs."""
+    def check_weights(self, weights: dict[str, Tensor]) -> None:
+        """Raise UserError unless the weights have the names and shapes of this model's parameters.
+        They contain a tied matrix once, under the name that named_parameters gives it."""
         expected = {name: p.shape for name, p in self.named_parameters()}
         found = {name: p.shape for name, p in weights.items()}
         differing = sorted(expected.items() ^ found.items())  # pairs that only one side has
-        require(not differing, f"{origin} holds a model of another shape: {differing[:2]}")
+        require(not differing, f"weights of another model: {differing[:2]} differ")
+
+    def load_weights(self, weights: dict[str, Tensor]) -> None:
+        """Copy weights, by parameter name, into the model."""
+        self.check_weights(weights)
         # Not strict, because the second name of a tied matrix is missing
         self.load_state_dict(weights, strict=False)
 
@@ -304,6 +308,7 @@ def next_token(
 ) -> Tensor:
     """Draw one token per row of logits (B, V) float32, from the row's top_k most likely tokens, or
     from all tokens if top_k is 0. Return the tokens, (B, 1) int64."""
+    logits = logits.nan_to_num()  # samples of a diverged model must not end the run
     if temperature == 0:  # greedy: the most likely token
         return logits.argmax(dim=-1, keepdim=True)
     k = min(top_k or math.inf, logits.size(-1))
@@ -362,14 +367,21 @@ def reading(path: Path | str) -> Iterator[None]:
 
 
 def read_meta(data_dir: str) -> dict:
-    """Return tokenizer, vocab_size and eot from the folder's meta.json. A folder without one holds
-    GPT-2 tokens."""
+    """Return tokenizer, vocab_size and eot from the folder's meta.json, {} if it has none and so
+    holds GPT-2 tokens. Raises UserError if fineweb.py has not finished the folder."""
     path = Path(data_dir) / "meta.json"
-    meta = asdict(GPTConfig())
+    parts = list(Path(data_dir).glob("meta-*.json"))
+    if not path.exists():
+        require(not parts, f"{data_dir} holds parts: `python fineweb.py --merge --out {data_dir}`")
+        return {}
     with reading(path):
-        if path.exists():
-            meta = json.loads(path.read_text())
-        return {key: meta[key] for key in ("tokenizer", "vocab_size", "eot")}
+        meta = json.loads(path.read_text())
+        is_done = meta.get("progress", {}).get("done", True)
+        require(is_done, "the shards are still being built: run fineweb.py again to finish them")
+        V, eot = meta["vocab_size"], meta["eot"]
+        is_valid = isinstance(V, int) and isinstance(eot, int) and 0 <= eot < V <= 2**16
+        require(is_valid, f"vocab_size {V} and eot {eot} do not fit tokens of 16 bits")
+        return {"tokenizer": str(meta["tokenizer"]), "vocab_size": V, "eot": eot}
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -394,7 +406,7 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     require(Path(data_dir).is_dir(), f"there is no folder {data_dir}; {HOW_TO_GET_DATA}")
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
-        if path.suffix in (".npy", ".bin"):
+        if path.suffix in (".npy", ".bin") and path.is_file():
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
             shards[path.name] = read_shard(path)
@@ -402,12 +414,19 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     return shards
 
 
-def summarize(shards: dict[str, np.ndarray]) -> str:
-    """Describe the shards in one line that differs if any name or length differs. --resume compares
-    it with the line in the checkpoint."""
+def identify(shards: dict[str, np.ndarray]) -> dict[str, str]:
+    """Return data, a line that differs if any name or length differs, and data_sample, which
+    differs if one of 16 pieces of a shard's content does. --resume compares them with the
+    checkpoint's."""
     sizes = {name: len(tokens) for name, tokens in shards.items()}
     checksum = crc32(repr(list(sizes.items())).encode())
-    return f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
+    sample = 0
+    for tokens in shards.values():
+        for piece in range(16):
+            start = piece * len(tokens) // 16
+            sample = crc32(tokens[start : start + 256].tobytes(), sample)
+    data = f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
+    return {"data": data, "data_sample": f"{sample:08x}"}
 
 
 @lru_cache(maxsize=8)
@@ -435,7 +454,7 @@ class DataLoaderLite:
     shards: dict[str, np.ndarray]  # tokens by file name
     B: int
     T: int
-    vocab_size: int
+    V: int
     seed: int | None
     run: "Run"
 
@@ -443,7 +462,6 @@ class DataLoaderLite:
         self.names = list(self.shards)
         self.windows_per_shard = count_windows(self.shards, self.T)
         self.windows = int(self.windows_per_shard.sum())  # in an epoch
-        self.scanned = set()  # names of shards whose tokens are known to be valid
         # One thread loads the next batch while the GPU computes. More could change the order
         self.worker = ThreadPoolExecutor(1)
         self.reset()
@@ -481,22 +499,13 @@ class DataLoaderLite:
         ends = self.windows_per_shard[shard_order].cumsum()
         place = int(np.searchsorted(ends, i, side="right"))
         shard = int(shard_order[place])
-        tokens = self._get_tokens(self.names[shard])
+        name = self.names[shard]
         window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
         # i - ends[place] is negative and counts from the end of this shard's order
         start = int(window_order[i - ends[place]]) * self.T
-        return tokens[start : start + self.T + 1]
-
-    def _get_tokens(self, name: str) -> np.ndarray:
-        """Return a shard's tokens. Raises UserError for a token beyond the vocabulary, which on a
-        GPU would only show as a failed assertion in a kernel. A shard is scanned once, before its
-        first use: 12 ms per 100M tokens."""
-        tokens = self.shards[name]
-        if name not in self.scanned:
-            largest = int(tokens.max())
-            found = f"{name} holds token {largest}, but the vocabulary has {self.vocab_size} tokens"
-            require(largest < self.vocab_size, f"{found}; is it damaged?")
-            self.scanned.add(name)
+        tokens = self.shards[name][start : start + self.T + 1]
+        if tokens.max() >= self.V:  # a GPU would only show a failed assertion in a kernel
+            raise UserError(f"{name} is damaged: a token at {start} or after is not below {self.V}")
         return tokens
 
 
@@ -554,9 +563,25 @@ def first_given(*values):
 
 
 def print0(*lines: str) -> None:
-    """Print lines from the first process only, without buffering."""
+    """Print lines from the first process only, without buffering. Output that nobody reads any
+    more, after `| head` or a closed terminal, never ends a run: from then on it goes nowhere."""
     if os.environ.get("RANK", "0") == "0":
-        print(*lines, sep="\n", flush=True)
+        try:
+            print(*lines, sep="\n", flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
+
+
+def protect_output() -> None:
+    """Replace characters that the terminal cannot show, and open the null device as stdin, stdout
+    or stderr if one is closed, or the next file that is opened would get its number and its
+    text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -596,6 +621,15 @@ class Run:
         """Return whether the condition holds in every process."""
         return self.mean(torch.tensor(float(condition), device=self.device)).item() == 1
 
+    def require_same(self, what: str, value: str) -> None:
+        """Raise UserError in every process unless all of them have the same value."""
+        values = [value]
+        if self.world_size > 1:
+            values = [None] * self.world_size
+            dist.all_gather_object(values, value)
+        different = sorted(set(values))
+        require(len(different) == 1, f"the processes have different {what}: {different}")
+
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Let the first process run the `with` block before the others do, so that it can make
@@ -619,8 +653,18 @@ def setup_run(args: Namespace) -> Run:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability(device)
+    require(rank < world_size, f"RANK is {rank} and WORLD_SIZE {world_size}: start it by torchrun")
     if world_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        # A restarted group must not find the addresses that the dead group left in torchrun's store
+        store, rank, world_size = next(dist.rendezvous("env://"))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(attempt, store),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(minutes=30),  # compilation and downloads can take long
+        )
         # Compile the model as one graph, not cut into DDP's buckets: 2% faster on four H200
         torch._dynamo.config.optimize_ddp = False
     dtype = args.dtype
@@ -714,23 +758,35 @@ def save_checkpoint(
     """Write the model, the optimizer state and `rest`, which is numbers, strings, lists and dicts.
     Every process must call this; only the first writes. The layout does not depend on the number of
     GPUs or on compilation, so any machine can resume from the file."""
-    weights, optimizer_state = dcp.get_state_dict(model, optimizers, options=FULL)
+    weights = dcp.get_model_state_dict(model, options=FULL)
+    optimizer_state = {}  # before the first update: asking for it would make a step of zeros
+    if any(optimizer.state for optimizer in optimizers):
+        optimizer_state = dcp.get_optimizer_state_dict(model, optimizers, options=FULL)
     if run.rank == 0:
         # Unlike the state, named_parameters lists a tied matrix once
         weights = {name: weights[name] for name, _ in model.named_parameters()}
-        with atomic_write(path) as file:
-            torch.save({"model": weights, "optimizer": optimizer_state, **rest}, file)
+        try:
+            with atomic_write(path) as file:
+                torch.save({"model": weights, "optimizer": optimizer_state, **rest}, file)
+        except (
+            RuntimeError
+        ) as error:  # PyTorch hides the reason, such as a full disk, behind its own
+            raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
     print0(f"saved {path}")
 
 
 def load_checkpoint(path: str | Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU. Raises
     UserError if the file is not a whole checkpoint."""
-    with reading(path):
-        require(is_zipfile(path), "it is not a checkpoint, or only a part of one")
+    with reading(path), open(path, "rb") as file:
+        require(is_zipfile(file), "it is not a checkpoint, or only a part of one")
+        damaged = ZipFile(file).testzip()  # compares all checksums, 2 GB per second
+        require(damaged is None, f"its part {damaged} is damaged")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = {"model", "config", "args"} - checkpoint.keys()
         require(not missing, f"it has no {missing}, so it is not a checkpoint of this script")
+        with torch.device("meta"):  # shapes without memory
+            GPT(GPTConfig(**checkpoint["config"])).check_weights(checkpoint["model"])
         return checkpoint
 
 
@@ -739,6 +795,27 @@ def list_checkpoints(log_dir: str) -> list[Path]:
     # stem[6:] is the step, which follows "model_"
     paths = [path for path in Path(log_dir).glob("model_*.pt") if path.stem[6:].isdecimal()]
     return sorted(paths, key=lambda path: int(path.stem[6:]))
+
+
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """Make the folder and hold its lock, which ends with the process however that ends. Raises
+    UserError if another process holds it."""
+    require(not Path(folder).is_file(), f"{folder} is a file, expected a folder or a new name")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if os.name != "posix" or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UserError(f"another process is training in {folder}") from error
+    finally:
+        os.close(descriptor)
 
 
 def find_checkpoint(args: Namespace) -> dict:
@@ -758,6 +835,27 @@ def find_checkpoint(args: Namespace) -> dict:
             print0(f"warning: {error}; trying the checkpoint before it")
     require(not paths, f"no checkpoint in {args.log_dir} can be read; --overwrite deletes them all")
     return {}
+
+
+def prune(args: Namespace, run: Run) -> None:
+    """Delete all but the newest args.keep checkpoints, or none if args.keep is 0."""
+    if run.rank == 0 and args.keep:
+        for old in list_checkpoints(args.log_dir)[: -args.keep]:
+            old.unlink()
+
+
+def last_good(args: Namespace) -> str:
+    """Return a hint at the newest checkpoint, which has finite weights, for an error message."""
+    paths = list_checkpoints(args.log_dir)
+    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+
+
+def restore_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], state: dict) -> None:
+    """Load a checkpoint's optimizer state, except the weight decay, which the flags decide."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for saved, group in zip(state["param_groups"], groups, strict=True):
+        saved["weight_decay"] = group["weight_decay"]
+    dcp.set_optimizer_state_dict(model, optimizers, state, options=FULL)
 
 
 # -----------------------------------------------------------------------------
@@ -873,10 +971,12 @@ class Log:
         if run.rank > 0:
             return
         path = Path(args.log_dir, "log.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
         if args.overwrite:
             for old in [*list_checkpoints(args.log_dir), path]:
                 old.unlink(missing_ok=True)
+        for unreadable in list_checkpoints(args.log_dir):
+            if int(unreadable.stem[6:]) > start:  # --resume passed it over; it must not count
+                unreadable.rename(f"{unreadable}.damaged")
         for partial in path.parent.glob("model_*.pt.*.tmp"):  # left behind by a killed process
             partial.unlink()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -912,7 +1012,8 @@ def catch_signals() -> list[int]:
         received.append(signum)
         signal.signal(signum, signal.SIG_DFL)
         if os.environ.get("RANK", "0") == "0":
-            os.write(2, note)  # print is not safe in a signal handler
+            with suppress(OSError):  # nobody reads stderr
+                os.write(2, note)  # print is not safe in a signal handler
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, catch)
@@ -930,10 +1031,12 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     # What to train, on which data. settle_args, in the next section, decides every flag that was
     # left open, and chooses the model's config and the source of its weights: {} for new ones
     train_shards = open_shards(args.data_dir, "train")
-    data = summarize(train_shards)
+    data = identify(train_shards)
     args, config, source = settle_args(args, checkpoint, train_shards, run)
     if checkpoint:
         check_resume(args, data, checkpoint)
+    start = checkpoint.get("step", 0)  # updates done
+    run.require_same("checkpoints or data", f"step {start}, {data['data']}, {data['data_sample']}")
     B, T, V = args.batch_size, args.seq_len, config.vocab_size
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
     shuffle_seed = args.seed if args.shuffle else None
@@ -952,7 +1055,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
     if source:  # the checkpoint to resume, or the model of --init_from
-        raw_model.load_weights(source["model"], args.log_dir if checkpoint else args.init_from)
+        raw_model.load_weights(source["model"])
     raw_model.to(run.device)
     if run.compile:
         raw_model.compile(dynamic=False)  # in place, so the parameters keep their names
@@ -969,44 +1072,46 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     # skipped below and the factor is halved; after 2000 good steps it is doubled. It is off for
     # other dtypes
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    start = checkpoint.get("step", 0)  # updates done
+    skipped = checkpoint.get("skipped", 0)  # consecutive updates skipped so far
     loss_window = checkpoint.get("loss_window", [])  # for --skip_loss_z
     norm_window = checkpoint.get("norm_window", [])  # for --skip_grad_z
     if checkpoint:
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for saved, group in zip(checkpoint["optimizer"]["param_groups"], groups, strict=True):
-            saved["weight_decay"] = group["weight_decay"]  # or the saved value would replace it
-        dcp.set_optimizer_state_dict(raw_model, optimizers, checkpoint["optimizer"], options=FULL)
+        if checkpoint["optimizer"]:  # empty before the first update
+            restore_optimizers(raw_model, optimizers, checkpoint["optimizer"])
         if checkpoint["scaler"]:  # empty unless the run used float16
             scaler.load_state_dict(checkpoint["scaler"])
         train_loader.reset(checkpoint["position"])
 
-    def save(step: int, val_loss: float | None) -> None:
+    def save(step: int, position: int, val_loss: float | None = None) -> None:
+        finite = torch.stack([p.isfinite().all() for p in raw_model.parameters()]).all()
+        if not finite:
+            raise FloatingPointError(
+                f"the weights are not finite at step {step}; {last_good(args)}"
+            )
         state = {
             "step": step,  # updates done
-            "position": train_loader.position,  # windows used
+            "position": position,  # windows used
+            "skipped": skipped,
             "scaler": scaler.state_dict(),
             "loss_window": loss_window,  # of z_score
             "norm_window": norm_window,
             "config": asdict(config),  # these two rebuild the model and the run
             "args": vars(args),
-            "world_size": run.world_size,  # with these two --resume checks that it is the same run
-            "data": data,
+            "world_size": run.world_size,  # these identify the run
+            **data,
             "val_loss": val_loss,  # for people and tools
         }
         path = Path(args.log_dir, f"model_{step:05d}.pt")
         save_checkpoint(path, raw_model, optimizers, run, **state)
-        if run.rank == 0 and args.keep:
-            paths = list_checkpoints(args.log_dir)
-            for old in paths[: paths.index(path) + 1][: -args.keep]:  # never this one
-                old.unlink()
+        if skipped == 0:  # or the good checkpoints of a diverging run would go
+            prune(args, run)
 
     # Nothing can be refused any more, so now --overwrite may delete an earlier run
     log = Log(args, start, run)
-    print0(*describe(args, raw_model, data, train_loader.windows, run))
+    prune(args, run)  # an earlier process may have been killed before it did
+    print0(*describe(args, raw_model, data["data"], train_loader.windows, run))
     peak = peak_tokens_per_second(raw_model, T, run)
     signals = catch_signals()
-    skipped = 0  # consecutive updates skipped so far
     # One iteration more than there are updates: each begins with the evaluation of the model after
     # `step` updates, so that the last iteration evaluates the last update and then ends
     for step in range(start, args.max_steps + 1):
@@ -1024,7 +1129,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if is_due(step, args.sample_every, args) and (step > 0 or args.max_steps == 0):
             print_samples(raw_model, args, run)
         if is_due(step, args.save_every, args) and step > start:
-            save(step, val_loss)
+            save(step, train_loader.position, val_loss)
         if step == args.max_steps:
             break
 
@@ -1033,9 +1138,17 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
         model.zero_grad()
+        position = train_loader.position
+        damage = None  # what is wrong with this process's data
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
-            x, y = train_loader.next_batch()  # (B, T) int64 each
+            try:
+                x, y = train_loader.next_batch()  # (B, T) int64 each
+            except UserError as error:  # shards changed after the start: leave the loop together
+                if step == start and micro_step == 0:
+                    raise
+                damage = error
+                loss_sum += math.nan  # no update
             # DDP averages the gradients over the processes only if this is True: once per step
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
@@ -1050,7 +1163,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
 
         # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
         # get the same three numbers, so they agree whether to update and whether to stop
-        stop = loss_sum.new_tensor(float(len(signals)))
+        stop = loss_sum.new_tensor(float(len(signals) + (damage is not None)))
         loss, norm, stop = run.mean(torch.stack((loss_sum, norm, stop))).tolist()
         z_loss = z_score(loss_window, loss)
         z_norm = z_score(norm_window, norm)
@@ -1078,13 +1191,19 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             line += " | update skipped"
         print0(line)
         skipped = 0 if update else skipped + 1
-        if skipped == 100:  # float16's scaler needs fewer than 20 to recover from any overflow
-            raise FloatingPointError(f"100 updates skipped in a row: loss {loss}, norm {norm}")
+        if skipped == 20:  # float16's scaler needs fewer to recover from any overflow
+            found = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
+            raise FloatingPointError(f"{found}; {last_good(args)}")
         if step == start + 10:
             left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
             print0(f"about {left} left, without evaluation")
-        if stop:  # SIGTERM or Ctrl-C arrived in some process
-            save(step + 1, None)
+        if stop:  # in some process a signal arrived, or the data is damaged
+            if update:
+                save(step + 1, train_loader.position)
+            elif step > start:
+                save(step, position)  # this step is to be repeated
+            if damage:
+                return report(damage, 1)
             print0("to continue, run the same command with --resume")
             return (128 + signals[0]) if signals else 0  # 0: another process got the signal
 
@@ -1170,7 +1289,16 @@ CHOICES = {
     "dtype": ("auto", "bfloat16", "float16", "tf32", "float32"),
 }
 # --resume refuses to change these, because the result would be another run
-FIXED = ("data", "model", "seq_len", "total_batch_size", "schedule", "seed", "shuffle")
+FIXED = (
+    "data",
+    "data_sample",
+    "model",
+    "seq_len",
+    "total_batch_size",
+    "schedule",
+    "seed",
+    "shuffle",
+)
 # These concern one start of the program, so --resume does not take them from the checkpoint
 LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
 # --sample takes these from the run that made the model, unless the command line gives them
@@ -1266,7 +1394,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
         return model, config, {}, config.block_size
     source = checkpoint or load_source(args.init_from)
     config = GPTConfig(**source["config"])
-    tokenizer = meta["tokenizer"]
+    tokenizer = meta.get("tokenizer", "gpt2")
     found = f"the model reads {config.tokenizer} tokens, {args.data_dir} has {tokenizer} tokens"
     require(config.tokenizer == tokenizer, found)
     size = source["args"]["model"]
@@ -1302,10 +1430,10 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     return lines
 
 
-def check_resume(args: Namespace, data: str, checkpoint: dict) -> None:
+def check_resume(args: Namespace, data: dict[str, str], checkpoint: dict) -> None:
     """Raise UserError if the checkpoint is of another run, and print what else has changed."""
-    here = vars(args) | {"data": data}
-    there = checkpoint["args"] | {"data": checkpoint["data"]}
+    here = vars(args) | data
+    there = checkpoint["args"] | {key: checkpoint[key] for key in data if key in checkpoint}
 
     def differences(keys: list[str]) -> str:
         differing = [key for key in keys if key in there and here[key] != there[key]]
@@ -1328,6 +1456,12 @@ def run_command(argv: list[str]) -> int:
         source = load_source(args.init_from)
         stored = {flag: value for flag, value in source["args"].items() if flag in SAMPLING}
         return use_model(parse_args(argv, stored), source)
+    with locked(args.log_dir):
+        return start_training(argv, args)
+
+
+def start_training(argv: list[str], args: Namespace) -> int:
+    """Find the checkpoint to resume, settle where to compute, train, and return the exit status."""
     checkpoint = find_checkpoint(args)
     stored = dict(checkpoint.get("args", {}))
     if checkpoint.get("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
@@ -1349,7 +1483,7 @@ def use_model(args: Namespace, source: dict) -> int:
         args.seq_len <= context, f"seq_len {args.seq_len} is longer than the context, {context}"
     )
     model = GPT(config)
-    model.load_weights(source["model"], args.init_from)
+    model.load_weights(source["model"])
     if args.export_hf:
         require(not Path(args.export_hf).is_file(), f"--export_hf {args.export_hf} is a file")
         export_hf(model, args.export_hf)
@@ -1364,22 +1498,31 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line shown at the top of this file. The exit status is 0 for success, 1 if
     training failed, 2 for a mistake that the user can put right, and 128 plus the number of the
     signal after SIGTERM or SIGINT."""
+    protect_output()
     try:
         status = run_command(first_given(argv, sys.argv[1:]))
     except (UserError, ConnectionError) as error:
         status = report(error, 2)
-    except FloatingPointError as error:
+    except (FloatingPointError, OSError) as error:
         status = report(error, 1)
     except torch.OutOfMemoryError as error:
         status = report(f"{error} A smaller --batch_size or --recompute needs less memory.", 1)
+    except KeyboardInterrupt:
+        status = report("interrupted", 128 + signal.SIGINT)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)
 
 
 def report(problem: object, status: int) -> int:
-    """Print the problem as one line and return the exit status."""
-    print(f"train_gpt2.py: {problem}", file=sys.stderr)
+    """Print the problem as one line and return the exit status. What only one process has met, that
+    process prints. What all have met, the first prints, and torchrun ends the others meanwhile."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3)  # seconds; torchrun looks at its processes ten times a second
+    with suppress(OSError):  # nobody reads stderr
+        print(f"train_gpt2.py: {problem}", file=sys.stderr)
     return status
 
 
@@ -1510,7 +1653,7 @@ def load_hf(name: str) -> dict:
     wte = weights["transformer.wte.weight"]
     weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # add rows of 0
     ours = GPT(config)
-    ours.load_weights(weights, name)
+    ours.load_weights(weights)
     require(same_logits(ours, theirs, 64), f"{name} is a variant of GPT-2 with other logits")
     size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
     args = {"model": size, "seq_len": config.block_size}

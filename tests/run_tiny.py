@@ -1,7 +1,9 @@
 """train_gpt2.py with the tests' model size and deterministic kernels, for tests that need a process.
 
-Two environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that checkpoint is
+Environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that checkpoint is
 written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of the model.
+KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
+HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
 """
 
 import os
@@ -32,6 +34,26 @@ if "NAN_LOSS" in os.environ:
     rank, call = map(int, os.environ["NAN_LOSS"].split(":"))
     conftest.break_loss(lambda n, loss: loss * float("nan") if n == call else loss,
                         active=int(os.environ.get("RANK", 0)) == rank)  # fmt: skip
+
+RANK = int(os.environ.get("RANK", 0))
+
+if "KILL_RANK_AT" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+    victim, at_step = map(int, os.environ["KILL_RANK_AT"].split(":"))
+    get_lr = train_gpt2.get_lr
+
+    def die_at_step(step, args):
+        if (RANK, step) == (victim, at_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return get_lr(step, args)
+
+    train_gpt2.get_lr = die_at_step
+
+if os.environ.get("HIDE_CHECKPOINTS") == str(RANK):
+    train_gpt2.list_checkpoints = lambda log_dir: []
+
+if os.environ.get("NO_DATA") == str(RANK):
+    open_shards = train_gpt2.open_shards
+    train_gpt2.open_shards = lambda data_dir, split: open_shards("nowhere", split)
 
 assert F.cross_entropy is train_gpt2.F.cross_entropy
 

@@ -7,6 +7,7 @@ from conftest import make_run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fineweb import UserError
 from train_gpt2 import DataLoaderLite, open_shards, read_meta, read_shard
 
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
@@ -96,7 +97,7 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
     assert np.array_equal(open_shards(str(tmp_path), "train")["x_train_000001.npy"], tokens)
     assert np.array_equal(open_shards(str(tmp_path), "val")["x_val_000000.bin"], tokens)
     assert isinstance(read_shard(tmp_path / "x_val_000000.bin"), np.memmap)
-    assert read_meta(str(tmp_path)) == {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
+    assert read_meta(str(tmp_path)) == {}, "which stands for GPT-2's"
 
 
 def damage(path, how):
@@ -135,14 +136,14 @@ def test_an_array_that_is_not_tokens_is_refused(tmp_path, array):
         open_shards(str(tmp_path), "train")
 
 
-def test_a_token_beyond_the_vocabulary_is_found_before_its_shard_is_used():
+def test_a_token_beyond_the_vocabulary_is_found_before_it_is_used():
     """An index out of range on a GPU ends the process with no word of where."""
     shards = make_shards([40, 40])
-    shards["s1"][39] = 257
+    shards["s1"][9] = 257
     loader = DataLoaderLite(shards, 1, 8, 257, None, make_run())
-    for _ in range(4):
-        loader.next_batch()  # the first shard is sound
-    with pytest.raises(ValueError, match=r"s1 .*257"):
+    for _ in range(5):
+        loader.next_batch()  # the first shard is sound, and so is the second one's first window
+    with pytest.raises(UserError, match=r"s1 is damaged: a token at 8 or after is not below 257"):
         loader.next_batch()
 
 

@@ -172,11 +172,11 @@ def test_an_untied_head_is_saved_and_loaded(tmp_path, monkeypatch):
     save_model(model, tmp_path / "model.pt")
     source = train_gpt2.load_source(str(tmp_path / "model.pt"))
     again = Untied(model.config)
-    again.load_weights(source["model"], "model.pt")
+    again.load_weights(source["model"])
     for name, p in model.state_dict().items():
         assert torch.equal(p, again.state_dict()[name]), name
     with pytest.raises(UserError, match=r"lm_head\.weight"):
-        GPT(model.config).load_weights(source["model"], "model.pt")
+        GPT(model.config).load_weights(source["model"])
 
 
 def change_config(folder, **changes):
