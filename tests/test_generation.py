@@ -21,8 +21,8 @@ def model():
     model = GPT(GPTConfig(*TINY[:4], 257, "bytes", 256))
     for p in model.parameters():  # far from uniform, so that a wrong logit shows
         p.data += 0.3 * torch.randn_like(p)
-    model.transformer.wte.weight.data[257:] = 5  # padding that would win if it could
-    return model
+    model.lm_head.weight.data[257:] = 5  # padding that would win if it could
+    return model.eval()
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def test_a_sample_stops_at_end_of_text(model):
             rows_with_end += 1
             assert set(row[row.index(256) :]) == {256}
     assert rows_with_end > 0
-    model.transformer.wte.weight.data[:] = 0  # all logits alike: argmax is 0, made the end of text
+    model.lm_head.weight.data[:] = 0  # all logits alike: argmax is 0, made the end of text
     model.config.eot = 0
     out = generate(model, torch.ones(2, 3, dtype=torch.int64), make_args(temperature=0))
     assert out.shape == (2, 4), "nothing is computed once all have ended"

@@ -37,8 +37,9 @@ def random_model(config: GPTConfig) -> GPT:
     model = GPT(config)
     for p in model.parameters():
         p.data += 0.05 * torch.randn_like(p)
-    model.transformer.wte.weight.data[config.vocab_size :] = 0
-    return model
+    for matrix in (model.transformer.wte.weight, model.lm_head.weight):
+        matrix.data[config.vocab_size :] = 0
+    return model.eval()
 
 
 @pytest.mark.parametrize("size", ["d12", "d24", "d36", "d48"])
@@ -111,6 +112,11 @@ def test_init_scales_residual_projections_and_zeroes_padding():
         assert matrix.bias.count_nonzero() == 0
     assert model.transformer.wte.weight.shape == (384, 128)
     assert model.transformer.wte.weight[300:].count_nonzero() == 0
+
+
+def test_the_head_is_tied():
+    """A vocabulary matrix too many."""
+    model = GPT(GPTConfig(*TINY[:4], 257, "bytes", 256))
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
@@ -120,7 +126,7 @@ def test_padding_takes_no_part_where_all_logits_are_far_below_zero():
     model = random_model(GPTConfig(n_layer, n_head, n_embd, block_size, 257, "bytes", 256)).double()
     model.transformer.ln_f.bias.data += 1
     # a direction that every output has in common: it shifts all logits of real tokens by -40
-    model.transformer.wte.weight.data[:257] -= 40 / n_embd
+    model.lm_head.weight.data[:257] -= 40 / n_embd
     x, y = torch.randint(0, 257, (2, 16)), torch.randint(0, 257, (2, 16))
     logits = model(x)
     assert logits.shape == (2, 16, 257) and logits.mean() < -30
@@ -159,7 +165,7 @@ def test_recompute_changes_memory_not_gradients():
     x, y = torch.randint(0, 257, (3, 16)), torch.randint(0, 257, (3, 16))
     grads = []
     for recompute in (False, True):
-        model = random_model(config)
+        model = random_model(config).train()  # only training recomputes
         model.recompute = recompute
         model(x, y).backward()
         grads.append([p.grad for p in model.parameters()])

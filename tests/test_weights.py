@@ -44,7 +44,7 @@ def write_foreign(folder, n_positions=16, **changes):
 
 
 def load(name) -> GPT:
-    return GPT.from_pretrained(str(name))
+    return GPT.from_pretrained(str(name)).eval()
 
 
 def test_hugging_face_to_ours_to_hugging_face_is_bitwise(tmp_path):
@@ -100,7 +100,7 @@ def test_the_exported_tokenizer_is_gpt_2s(tmp_path, monkeypatch):
     from fineweb import get_tokenizer
 
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
-    export_hf(random_model(1, 1, 8, 8), str(tmp_path))
+    train_gpt2.export_tokenizer(GPTConfig(), str(tmp_path))
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), get_tokenizer("gpt2")
     play = (DATA / "tinyshakespeare.txt").read_text()[:50_000]
     for text in (play, " don't  \n\n\tünïcödé 漢字 🎉 1234567 aaaaaaaaaaaaa", "a<|endoftext|>b"):
@@ -126,7 +126,7 @@ class Rotary(GPT):
 
     def __init__(self, config):
         super().__init__(config)
-        del self.transformer.wpe
+        self.transformer._modules.pop("wpe", None)
 
 
 class Untied(GPT):
@@ -175,6 +175,13 @@ def test_an_untied_head_is_saved_and_loaded(tmp_path, monkeypatch):
     again.load_weights(source["model"])
     for name, p in model.state_dict().items():
         assert torch.equal(p, again.state_dict()[name]), name
+
+
+def test_a_tied_model_refuses_an_untied_head(tmp_path):
+    """A head that is dropped without a word."""
+    model = Untied(GPTConfig(2, 2, 32, 16, *BYTES))
+    save_model(model, tmp_path / "model.pt")
+    source = train_gpt2.load_source(str(tmp_path / "model.pt"))
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         GPT(model.config).load_weights(source["model"])
 
@@ -194,8 +201,8 @@ def drop_a_weight(folder):
 
 BAD = {
     "architecture": (lambda f: change_config(f, model_type="gpt_neox"), "gpt_neox.*expected gpt2"),
-    "activation": (lambda f: change_config(f, activation_function="relu"), "other logits"),
-    "attention": (lambda f: change_config(f, scale_attn_weights=False), "other logits"),
+    "activation": (lambda f: change_config(f, activation_function="relu"), "other logits|another shape"),
+    "attention": (lambda f: change_config(f, scale_attn_weights=False), "other logits|another shape"),
     "vocabulary": (lambda f: change_config(f, vocab_size=300), "300|mismatched"),
     "weights": (drop_a_weight, r"h\.1\.mlp\.c_fc\.bias"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
