@@ -22,6 +22,7 @@ finished dataset. Files meta-III-of-NNN.json without a meta.json are parts that 
 import argparse
 import ast
 import codecs
+import collections
 import functools
 import glob
 import gzip
@@ -31,7 +32,6 @@ import itertools
 import json
 import lzma
 import os
-import queue
 import re
 import shlex
 import shutil
@@ -41,7 +41,6 @@ import sys
 import sysconfig
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -77,9 +76,7 @@ Document = tuple[str, Iterable[str]]
 class Segment(NamedTuple):
     """A part of a document that is encoded at once."""
 
-    # number of the file, number of the segment in it, crc32 of its text to the segment's end: what
-    # meta.json remembers of the data in work
-    position: list[int]
+    position: list[int]  # its file, its number in that, crc32 of the file's text to its end
     begins: bool  # it is the first segment of its document
     text: str
 
@@ -91,7 +88,6 @@ class Source(NamedTuple):
     read: Callable[[int], Iterator[Document]]  # gives the documents of a file, by its number
     chars: float = 0  # about how many characters there are, 0 if unknown
     revision: str | None = None  # identifies the content of files that have no date
-    remark: str = ""  # what to tell the user
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,11 +198,7 @@ def open_files(args: argparse.Namespace) -> Source:
             require(known, f"{path}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
             found.setdefault(os.path.realpath(path), path)  # one file may have many spellings
     paths = sorted(found.values())
-    chars = 0.0
-    for path in paths:
-        # compressed English text is about 2.7 times as long as its file
-        ratio = 1.0 if path.endswith(("jsonl", "txt")) else 2.7
-        chars += ratio * os.path.getsize(path)
+    chars = sum(map(os.path.getsize, paths))  # more if they are compressed
     return Source(paths, lambda k: read_file(paths[k], args.text_key), chars)
 
 
@@ -371,31 +363,29 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
         raise ConnectionError(f"{offline}, but --no-streaming can read the copy in HF_HOME")
     splits = files or builder.info.splits or []
     require("train" in splits, f"{args.dataset} has no split named train, but {list(splits)}")
+    if "validation" in splits:
+        print(f"{args.dataset}: its split validation is not used, validation comes from train")
     names = list(files["train"]) if args.streaming else [args.dataset]  # a copy is read as one file
 
     @functools.cache
     def load() -> datasets.IterableDataset:
         if args.streaming:
-            return builder.as_streaming_dataset(split="train")
+            return builder.as_streaming_dataset(split="train").with_format("arrow")
         builder.download_and_prepare()
-        return builder.as_dataset(split="train").to_iterable_dataset()
+        return builder.as_dataset(split="train").to_iterable_dataset().with_format("arrow")
 
     def iterate(k: int) -> Iterator:
-        rows = load().with_format("arrow").shard(len(names), k)
-        yield from rows.iter(batch_size=TABLE_ROWS)
+        yield from load().shard(len(names), k).iter(batch_size=TABLE_ROWS)
 
     def read(k: int) -> Iterator[Document]:
         tables = guard(iterate(k), names[k], ConnectionError)
         return read_tables(tables, args.text_key, names[k])
 
-    remark = ""
-    if "validation" in splits:
-        remark = ". Validation comes from its split train: the split validation is not used"
     # the commit, or a hash of a folder's files and dates; a stream compares its files one by one
     revision = None if args.streaming and is_folder else builder.hash
     billions = re.fullmatch(r"sample-(\d+)BT", args.name or "")  # of GPT-2's tokens
     chars = int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"] if billions else 0
-    return Source(names, read, chars, revision, remark)
+    return Source(names, read, chars, revision)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -581,60 +571,37 @@ def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> 
     if workers == 1:
         yield from (encode(batch, tokenizer) for batch in batches)
         return
-    pipes = start_workers(workers, tokenizer)
-    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
-    for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
-        pipe = pipes[k % workers]  # the workers take turns
-        encoded = None
-        try:
-            if k >= ahead:
-                encoded = pipe.recv()
-            if batch:
-                pipe.send(batch)
-        except (EOFError, OSError) as error:
-            raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
-        if isinstance(encoded, Exception):
-            raise encoded
-        if encoded:
-            yield encoded
-
-
-def start_workers(workers: int, tokenizer: str) -> list:
-    """Start processes; return a pipe to each."""
+    from concurrent.futures import ProcessPoolExecutor
+    from concurrent.futures.process import BrokenProcessPool
     from multiprocessing import get_context
 
-    spawn = get_context("spawn")  # a fork would copy the sources' threads
-    pipes = []
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's
-    for _ in range(workers):
-        ours, theirs = spawn.Pipe()
-        spawn.Process(target=work, args=(theirs, tokenizer), daemon=True).start()
-        theirs.close()  # only the worker has it, so each end notices when the other is killed
-        pipes.append(ours)
-    signal.signal(signal.SIGINT, previous)
-    return pipes
+    # spawned: a fork would copy the sources' threads
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=prepare_worker)
+    pending = collections.deque()
+    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
+    try:
+        for batch in batches:
+            pending.append(pool.submit(encode, batch, tokenizer))
+            if len(pending) > ahead:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def work(pipe, tokenizer: str) -> None:
-    """Encode the batches that come through a pipe, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows inherits nothing
-    inbox = queue.SimpleQueue()
+def prepare_worker() -> None:
+    """Leave Ctrl-C to the parent process, and end when that does."""
+    from multiprocessing import parent_process
 
-    def receive() -> None:  # in a thread: otherwise both ends could wait for the other to read
-        with suppress(EOFError, OSError):
-            while True:
-                inbox.put(pipe.recv())
-        inbox.put(None)
+    def end_with_parent() -> None:
+        parent_process().join()
+        os._exit(1)
 
-    threading.Thread(target=receive, daemon=True).start()
-    with suppress(OSError):
-        while batch := inbox.get():
-            try:
-                result = encode(batch, tokenizer)
-            except Exception as error:  # the parent raises it, with the traceback of this process
-                error.add_note(traceback.format_exc())
-                result = error
-            pipe.send(result)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1010,11 +977,8 @@ def announce(args: argparse.Namespace, meta: dict, source: Source) -> None:
     budgets = [args.max_tokens, int(source.chars / CHARS_PER_TOKEN[args.tokenizer] / args.parts)]
     expected = min(filter(None, budgets), default=0)
     rest = max(0, expected - sum(meta["progress"]["tokens"].values()))
-    size = f"about {rest / 1e6:,.1f}M tokens if English, {2 * rest / 1e6:,.1f} MB of disk"
-    if not expected:
-        size = "of unknown size, 2 bytes of disk a token"
-    copy = "" if args.streaming else ", besides the copy in HF_HOME"
-    print(f"{meta['source']}: {size}{copy}{source.remark}", flush=True)
+    size = f"about {rest / 1e6:,.1f}M tokens if English, {rest / 5e5:,.1f} MB of disk"
+    print(f"{meta['source']}: {size if expected else 'of unknown size'}", flush=True)
     free = shutil.disk_usage(args.out).free
     hint = "make room, choose another --out, or take less with --max_tokens"
     require(free >= 2 * rest, f"{args.out} has {free / 1e9:.2f} GB free: {hint}")
@@ -1025,8 +989,7 @@ def measure_rate(totals: Iterator[int], workers: int) -> str:
     clock = [(time.perf_counter(), total) for total in totals]
     if len(clock) < 10 * workers:
         return ""  # too short to tell
-    start, first = clock[workers]  # by then every worker has started
-    end, last = clock[-1]
+    (start, first), (end, last) = clock[workers], clock[-1]  # by then every worker has started
     rate = (last - first) / (end - start)
     return f", {rate / 1e6:.2f}M tokens/s on {workers} workers once started"
 
@@ -1034,6 +997,8 @@ def measure_rate(totals: Iterator[int], workers: int) -> str:
 def suggest(folder: str) -> str:
     """Return the next command. train_gpt2.py's defaults are for 10B tokens, not for a book."""
     metas, shards, _ = load_metas(folder)
+    if os.path.join(folder, "meta.json") not in metas:
+        return f"when all parts are done: python fineweb.py --merge --out {shlex.quote(folder)}"
     tokens = {"train": 0, "val": 0}
     for name, shard in shards.items():
         tokens["train" if "_train_" in name else "val"] += shard["tokens"]
@@ -1041,12 +1006,15 @@ def suggest(folder: str) -> str:
         return f"{tokens['train']:,} tokens are too few to train on: more text is needed"
     flags = f"--data_dir {shlex.quote(folder)}"
     log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(folder))))
+    seq_len = 1024  # tokens of a window, which validation needs one more than
     if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
         flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
+        seq_len = 48
     elif tokens["train"] < 10**8:
-        flags += " --model d6 --seq_len 256 --total_batch_size 16384 --epochs 4"
+        seq_len = 256
+        flags += f" --model d6 --seq_len {seq_len} --total_batch_size 16384 --epochs 4"
         flags += f" --log_dir {log_dir}"
-    if tokens["val"] <= (256 if "--" in flags[2:] else 1024):  # a window is seq_len + 1 tokens
+    if tokens["val"] <= seq_len:
         flags += " --val_every 0"
     return f"next: python train_gpt2.py {flags}"
 
@@ -1114,27 +1082,23 @@ def settle_numbers(args: argparse.Namespace) -> None:
         args.val_share = 1.0 if "fineweb" in args.prefix else 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
-    most_tokens = 2**31 - 1 if args.format == "bin" else 2**63  # llm.c's header counts in int32
-    bounds = {
-        "shard_size": (1, most_tokens),
-        "max_tokens": (1, 2**63),
-        "workers": (1, MOST_WORKERS),
-        "val_tokens": (0, 2**63),
-        "val_share": (0, 1),
-    }
-    for name, (least, most) in bounds.items():
+    most_tokens = 2**31 - 1 if args.format == "bin" else None  # llm.c's header counts in int32
+    bounds = [("shard_size", 1, most_tokens), ("max_tokens", 1, None), ("val_tokens", 0, None)]
+    for name, least, most in (*bounds, ("workers", 1, MOST_WORKERS), ("val_share", 0, 1)):
         value = getattr(args, name)
-        valid = value is None or least <= value <= most
-        require(valid, f"--{name} {value}: expected {least} to {most}")
+        if value is not None:
+            expected = f"{least} or more" if most is None else f"{least} to {most}"
+            valid = least <= value <= (value if most is None else most)
+            require(valid, f"--{name} {value}: expected {expected}")
 
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end the block, at the latest GRACE seconds after they arrive.
 
-    A signal becomes KeyboardInterrupt in the main thread, but only when that runs Python again, and
-    a library that waits for the network in C++ can keep it from that for half an hour. So a thread
-    learns of the signal too, and ends the process, which harms a run no more than SIGKILL does.
+    They become KeyboardInterrupt in the main thread, but only when that runs Python again, and a
+    library that waits for the network in C++ can keep it from that for half an hour. So a thread
+    learns of them too, and ends the process, which harms a run no more than SIGKILL does.
     """
 
     def watch() -> None:
@@ -1179,9 +1143,7 @@ def main(argv: list[str] | None = None) -> None:
             args = parse_args(argv)
             task = verify if args.verify else merge if args.merge else build
             task(args)
-            if argv is None and args.parts > 1:
-                print(f"when all parts are done: python fineweb.py --merge --out {args.out}")
-            elif argv is None:
+            if argv is None:
                 print(suggest(args.out))
             return
     except UserError as error:
