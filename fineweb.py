@@ -31,6 +31,7 @@ import io
 import itertools
 import json
 import lzma
+import math
 import os
 import re
 import shlex
@@ -69,8 +70,7 @@ MOST_WORKERS = 512  # each is a process of about 70 MB
 GRACE = 3  # seconds that a signal gives the program to end by itself
 CONTINUE = "What is finished stays: run the same command to continue."
 
-# where a document stands, for messages, and its text in blocks: it may be larger than the memory
-Document = tuple[str, Iterable[str]]
+Document = Iterable[str]  # its text in blocks, because it may be larger than the memory
 
 
 class Segment(NamedTuple):
@@ -159,8 +159,8 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 def check_vocabulary(enc: tiktoken.Encoding) -> tiktoken.Encoding:
     """Return the tokenizer. Raises UserError if its tokens do not fit a shard's uint16."""
-    found = f"the tokenizer {enc.name} has {enc.n_vocab:,} tokens"
-    require(enc.n_vocab <= 2**16, f"{found}, and the uint16 of a shard holds {2**16:,} at most")
+    expected = f"expected at most {2**16:,}, which is what a shard's uint16 can tell apart"
+    require(enc.n_vocab <= 2**16, f"{enc.name} has {enc.n_vocab:,} tokens: {expected}")
     return enc
 
 
@@ -210,20 +210,16 @@ def read_file(path: str, text_key: str) -> Iterator[Document]:
         return
     blocks = decode(guard(read_bytes(path), path, UserError), path)
     if ".jsonl" not in os.path.basename(path):
-        yield path, blocks
+        yield blocks
         return
     for number, line in enumerate(split_lines(blocks), 1):
         if line and not line.isspace():
             where = f"{path}, line {number}"
-            yield where, [get_text(parse_json(line, where), text_key, where)]
+            yield [get_text(parse_json(line, where), text_key, where)]
 
 
 def guard(items: Iterator, name: str, kind: type[Exception]) -> Iterator:
-    """Yield what a library reads. An error of the library becomes a kind that names the file.
-
-    Every library has errors of its own, so all are caught; the code that takes the items runs
-    outside of this.
-    """
+    """Yield what a library reads. All of its many kinds of error become one that names the file."""
     try:
         yield from items
     except Exception as error:
@@ -242,18 +238,22 @@ def read_parquet(path: str, text_key: str) -> Iterator:
 def read_bytes(path: str) -> Iterator[bytes]:
     """Yield a file's content in blocks, decompressed."""
     suffix = os.path.splitext(path)[1]
-    compressed = suffix in (".gz", ".xz", ".zst")
-    if compressed and os.path.getsize(path) == 0:  # which some libraries take for no data
+    if suffix in (".gz", ".xz", ".zst") and os.path.getsize(path) == 0:
+        # the libraries take this for no data
         raise EOFError("it has 0 bytes, and a compressed file has at least a header")
     if suffix == ".zst":
         import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
         file = pyarrow.input_stream(path, compression="zstd")
+    elif suffix == ".gz":
+        file = gzip.open(path, "rb")  # noqa: SIM115
     else:
-        file = (gzip.open if suffix == ".gz" else open)(path, "rb")
+        file = open(path, "rb")  # noqa: SIM115
     with file:
         blocks = iter(lambda: file.read(BLOCK), b"")
-        yield from decompress_xz(blocks) if suffix == ".xz" else blocks
+        if suffix == ".xz":
+            blocks = decompress_xz(blocks)
+        yield from blocks
 
 
 def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -265,10 +265,11 @@ def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
     for block in blocks:
         while block:
             if stream.eof:
-                stream = lzma.LZMADecompressor()
-            if text := stream.decompress(block):
-                yield text
-            block = stream.unused_data.lstrip(b"\0")  # zeros may stand between streams
+                block = block.lstrip(b"\0")  # zeros may stand between streams
+                stream = lzma.LZMADecompressor() if block else stream
+            else:
+                yield stream.decompress(block)
+                block = stream.unused_data  # empty before the end of the stream
     if not stream.eof:
         raise EOFError("the compressed file ends early")
 
@@ -278,7 +279,7 @@ def decode(blocks: Iterable[bytes], path: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     line = 1
     size = 0  # bytes up to the end of the block
-    for block in itertools.chain(blocks, [b""]):  # the empty block is the end
+    for block in itertools.chain(filter(None, blocks), [b""]):  # the empty block is the end
         size += len(block)
         try:
             yield decoder.decode(block, final=not block)
@@ -311,19 +312,19 @@ def read_tables(tables: Iterable, text_key: str, name: str) -> Iterator[Document
             table = table.select([text_key])
         for record in table.to_pylist():
             row += 1
-            where = f"{name}, row {row}"
-            yield where, [get_text(record, text_key, where)]
+            yield [get_text(record, text_key, f"{name}, row {row}")]
 
 
 def get_text(record: object, text_key: str, where: str) -> str:
     """Return the record's text. Raises UserError saying what is there instead."""
-    expected = f"{where}: expected an object with keys, found {record!r:.40}"
-    require(isinstance(record, dict), expected)
+    if not isinstance(record, dict):
+        raise UserError(f"{where}: expected an object with keys, found {record!r:.40}")
     if text_key not in record:
         keys = ", ".join(record)
         raise UserError(f"{where}: no key {text_key!r} but {keys}. Choose one with --text_key")
     text = record[text_key]
-    require(isinstance(text, str), f"{where}: expected text, found {text_key!r}: {text!r:.40}")
+    if not isinstance(text, str):
+        raise UserError(f"{where}: expected text, found {text_key!r}: {text!r:.40}")
     return text
 
 
@@ -350,9 +351,10 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
     datasets.config.TORCH_AVAILABLE = False  # otherwise a stream imports torch, which takes seconds
     is_folder = os.path.isdir(args.dataset)
     offline = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT names the address)"
+    if is_folder:
+        revision = None
     try:
-        commit = None if is_folder else revision
-        builder = datasets.load_dataset_builder(args.dataset, args.name, revision=commit)
+        builder = datasets.load_dataset_builder(args.dataset, args.name, revision=revision)
     except ConnectionError as error:
         hint = "To tokenise files that you have: --files 'folder/*.parquet' --out folder"
         raise ConnectionError(f"{offline}, and HF_HOME has no copy. {hint}. {error}") from error
@@ -364,8 +366,9 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
     splits = files or builder.info.splits or []
     require("train" in splits, f"{args.dataset} has no split named train, but {list(splits)}")
     if "validation" in splits:
-        print(f"{args.dataset}: its split validation is not used, validation comes from train")
-    names = list(files["train"]) if args.streaming else [args.dataset]  # a copy is read as one file
+        print(f"{args.dataset}: validation is taken from train, its split validation is not used")
+    # a copy counts as one file
+    names = list(files["train"]) if args.streaming else [args.dataset]
 
     @functools.cache
     def load() -> datasets.IterableDataset:
@@ -381,10 +384,11 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
         tables = guard(iterate(k), names[k], ConnectionError)
         return read_tables(tables, args.text_key, names[k])
 
-    # the commit, or a hash of a folder's files and dates; a stream compares its files one by one
-    revision = None if args.streaming and is_folder else builder.hash
-    billions = re.fullmatch(r"sample-(\d+)BT", args.name or "")  # of GPT-2's tokens
-    chars = int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"] if billions else 0
+    if not (args.streaming and is_folder):  # whose files are compared one by one
+        revision = builder.hash  # the commit, or a hash of the folder's files and dates
+    chars = 0.0
+    if billions := re.fullmatch(r"sample-(\d+)BT", args.name or ""):  # of GPT-2's tokens
+        chars = int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"]
     return Source(names, read, chars, revision)
 
 
@@ -408,9 +412,8 @@ def open_pydocs() -> Source:
         module = os.path.basename(path).removesuffix(".py")
         texts.append("\n\n".join(find_docstrings(tree, module)))
     texts = [text for text in clean(texts) if len(text) > 200]  # characters: shorter say nothing
-    documents = [(f"pydocs, text {number}", [text]) for number, text in enumerate(texts, 1)]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return Source(["pydocs"], lambda k: iter(documents), sum(map(len, texts)), digest)
+    return Source(["pydocs"], lambda k: ([text] for text in texts), sum(map(len, texts)), digest)
 
 
 def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
@@ -482,13 +485,12 @@ def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> I
     end, size and date are compared; of the file in work the text, up to where it was read.
     """
     position = progress["position"]
-    read_before = len(progress["read"]) if position else 0
-    for index, k in enumerate(range(args.part, len(source.names), args.parts)):
-        name = source.names[k]
+    stamps = iter(list(progress["read"]))  # of the files that were read to their end
+    for k in range(args.part, len(source.names), args.parts):
         hint = "put the old file back, or start over with --overwrite"
-        changed = f"{name} changed since this run read it: {hint}"
-        if index < read_before:
-            require(stamp_file(name) == progress["read"][index], changed)
+        changed = f"{source.names[k]} changed since this run read it: {hint}"
+        if position and k < position[0]:
+            require(next(stamps) == stamp_file(source.names[k]), changed)
             continue
         segments = cut_file(source, k)
         if position and k == position[0]:
@@ -501,8 +503,9 @@ def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> I
 
 def cut_file(source: Source, k: int) -> Iterator[Segment]:
     """Cut all documents of a file into segments."""
-    number = crc = 0
-    for _, blocks in source.read(k):
+    number = 0
+    crc = 0
+    for blocks in source.read(k):
         begins = True
         crc = zlib.crc32(b"\xff", crc)  # never in UTF-8: the documents' beginnings count too
         for text in split_text(blocks):
@@ -978,7 +981,9 @@ def announce(args: argparse.Namespace, meta: dict, source: Source) -> None:
     expected = min(filter(None, budgets), default=0)
     rest = max(0, expected - sum(meta["progress"]["tokens"].values()))
     size = f"about {rest / 1e6:,.1f}M tokens if English, {rest / 5e5:,.1f} MB of disk"
-    print(f"{meta['source']}: {size if expected else 'of unknown size'}", flush=True)
+    if not expected:
+        size = "of unknown size"
+    print(f"{meta['source']}: {size}", flush=True)
     free = shutil.disk_usage(args.out).free
     hint = "make room, choose another --out, or take less with --max_tokens"
     require(free >= 2 * rest, f"{args.out} has {free / 1e9:.2f} GB free: {hint}")
@@ -1001,7 +1006,8 @@ def suggest(folder: str) -> str:
         return f"when all parts are done: python fineweb.py --merge --out {shlex.quote(folder)}"
     tokens = {"train": 0, "val": 0}
     for name, shard in shards.items():
-        tokens["train" if "_train_" in name else "val"] += shard["tokens"]
+        split = re.search("_(train|val)_", name)[1]
+        tokens[split] += shard["tokens"]
     if tokens["train"] < 2000:
         return f"{tokens['train']:,} tokens are too few to train on: more text is needed"
     flags = f"--data_dir {shlex.quote(folder)}"
@@ -1074,22 +1080,29 @@ def settle_source(args: argparse.Namespace) -> None:
 def settle_numbers(args: argparse.Namespace) -> None:
     """Fill in the numbers that are not given. Raises UserError for those that cannot be."""
     pydocs = args.dataset == "pydocs"
-    args.tokenizer = args.tokenizer or ("bytes" if pydocs else "gpt2")
-    if args.workers is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        args.workers = 1 if pydocs else cores  # starting a second one takes longer than pydocs
+    if args.tokenizer is None:
+        args.tokenizer = "bytes" if pydocs else "gpt2"
+    if args.workers is None and pydocs:
+        args.workers = 1  # starting a second one takes longer than the work
+    elif args.workers is None:
+        args.workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     if args.val_share is None:
         args.val_share = 1.0 if "fineweb" in args.prefix else 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
-    most_tokens = 2**31 - 1 if args.format == "bin" else None  # llm.c's header counts in int32
-    bounds = [("shard_size", 1, most_tokens), ("max_tokens", 1, None), ("val_tokens", 0, None)]
-    for name, least, most in (*bounds, ("workers", 1, MOST_WORKERS), ("val_share", 0, 1)):
+    bounds = {  # least and most; .bin counts its tokens in int32
+        "shard_size": (1, 2**31 - 1 if args.format == "bin" else math.inf),
+        "max_tokens": (1, math.inf),
+        "val_tokens": (0, math.inf),
+        "workers": (1, MOST_WORKERS),
+        "val_share": (0, 1),
+    }
+    for name, (least, most) in bounds.items():
         value = getattr(args, name)
-        if value is not None:
-            expected = f"{least} or more" if most is None else f"{least} to {most}"
-            valid = least <= value <= (value if most is None else most)
-            require(valid, f"--{name} {value}: expected {expected}")
+        valid = value is None or least <= value <= most
+        require(
+            valid, f"--{name} {value}: expected {least} to {most}".replace(" to inf", " or more")
+        )
 
 
 @contextmanager
@@ -1141,8 +1154,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with end_on_signals():
             args = parse_args(argv)
-            task = verify if args.verify else merge if args.merge else build
-            task(args)
+            if args.verify:
+                verify(args)
+            elif args.merge:
+                merge(args)
+            else:
+                build(args)
             if argv is None:
                 print(suggest(args.out))
             return

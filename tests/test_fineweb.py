@@ -1236,9 +1236,7 @@ def test_a_flipped_bit_loses_nothing_silently(suffix, pack, tmp_path: Path) -> N
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(first + flipped)
         try:
-            text = "".join(
-                text for _, blocks in fineweb.read_file(str(path), "") for text in blocks
-            )
+            text = "".join(text for blocks in fineweb.read_file(str(path), "") for text in blocks)
         except fineweb.UserError as error:
             assert str(path) in str(error)
         else:
