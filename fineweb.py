@@ -85,7 +85,7 @@ class Source(NamedTuple):
     """Where documents come from."""
 
     names: list[str]  # of its files
-    read: Callable[[int], Iterator[Document]]  # gives the documents of a file, by its number
+    read: Callable[[int], Iterator[Document]]  # yields the documents of the file of this number
     chars: float = 0  # about how many characters there are, 0 if unknown
     revision: str | None = None  # identifies the content of files that have no date
 
@@ -350,14 +350,14 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
 
     datasets.config.TORCH_AVAILABLE = False  # otherwise a stream imports torch, which takes seconds
     is_folder = os.path.isdir(args.dataset)
-    offline = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT names the address)"
+    offline = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT sets the address)"
     if is_folder:
         revision = None
     try:
         builder = datasets.load_dataset_builder(args.dataset, args.name, revision=revision)
     except ConnectionError as error:
-        hint = "To tokenise files that you have: --files 'folder/*.parquet' --out folder"
-        raise ConnectionError(f"{offline}, and HF_HOME has no copy. {hint}. {error}") from error
+        hint = "To tokenise files that you have, use --files 'folder/*.parquet' --out folder"
+        raise ConnectionError(f"{offline}, HF_HOME has no copy. {hint}. {error}") from error
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"--dataset {args.dataset}: {error}") from error
     files = builder.config.data_files or {}  # none for a copy in HF_HOME that is read offline
@@ -481,8 +481,8 @@ def stamp_file(name: str) -> list[int] | None:
 def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> Iterator[Segment]:
     """Yield the segments of this part's files, from the one in work on.
 
-    Raises UserError if what an earlier run read is not what it was. Of files that it read to their
-    end, size and date are compared; of the file in work the text, up to where it was read.
+    Raises UserError if an input changed since an earlier run read it. For files that were read to
+    their end, size and date are compared. For the file in work, the text read so far is compared.
     """
     position = progress["position"]
     stamps = iter(list(progress["read"]))  # of the files that were read to their end
@@ -507,7 +507,7 @@ def cut_file(source: Source, k: int) -> Iterator[Segment]:
     crc = 0
     for blocks in source.read(k):
         begins = True
-        crc = zlib.crc32(b"\xff", crc)  # never in UTF-8: the documents' beginnings count too
+        crc = zlib.crc32(b"\xff", crc)  # marks a document's beginning: no UTF-8 has this byte
         for text in split_text(blocks):
             crc = zlib.crc32(text.encode("utf-8", "surrogatepass"), crc)
             yield Segment([k, number, crc], begins, text)
@@ -515,10 +515,10 @@ def cut_file(source: Source, k: int) -> Iterator[Segment]:
             number += 1
 
 
-# GPT-2's pattern begins a piece at the first and at the last white-space character of every run of
-# them, and between an ASCII letter and a digit. Text that is cut there gives the same tokens. (For
-# Python, U+001C to U+001F are white space too, for GPT-2 they are not. Hence the list, and the \S,
-# which rules out a few places more than necessary.)
+# GPT-2's pattern begins a new piece at the first and at the last white-space character of each run
+# of them, and between an ASCII letter and a digit. Cutting a text there does not change its tokens.
+# Python's \s matches U+001C to U+001F and GPT-2's does not, so BLANK lists what both match. \S then
+# leaves out a few places where a cut would also be right.
 BLANK = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 CUT = rf"(?:(?<=\S)(?={BLANK})|(?={BLANK}\S)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z]))"
 LAST_CUT = re.compile(f"(?s:.+){CUT}")
@@ -528,16 +528,17 @@ NEXT_CUT = re.compile(CUT)
 def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS, most: int = LONGEST_SEGMENT):
     """Cut a document into segments of about `chars` characters that encode to the whole's tokens.
 
-    So memory does not grow with the document, all workers share in it, and a megabyte of blanks
-    does not overflow the tokenizer's stack. An empty document is one empty segment. A stretch of
-    `most` characters without a place to cut, as in DNA, is cut all the same: then the time stays
-    linear, but the tokens around the cut are not those of the whole.
+    Memory then does not grow with the document, all workers share the work, and a megabyte of
+    blanks does not overflow the tokenizer's stack. An empty document is one empty segment. A run of
+    `most` characters without a place to cut, such as DNA, is cut after `most` characters: this
+    keeps the time linear, but the tokens around the cut are not those of the whole document.
     """
     text = ""
     for block in itertools.chain(filter(None, blocks), [""]):  # the empty block is the end
         text += block
         start = 0
-        ahead = most if block else chars  # wherever the cut will be, the pattern sees all it needs
+        # before the end, wait for enough text that the cuts do not depend on the blocks
+        ahead = most if block else chars
         while len(text) > start + ahead + 2:
             cut = LAST_CUT.match(text, start, start + chars)
             cut = cut or NEXT_CUT.search(text, start + chars, start + most + 2)
@@ -861,18 +862,18 @@ def check_same_run(path: str, found: dict, wanted: dict, hint: str) -> None:
     for key in ("tokenizer", "source", "parts", *OPTIONS):
         values = f"{path} has {key} {found.get(key)}, and this run has {wanted[key]}"
         require(found.get(key) == wanted[key], f"{values}: {hint}")
-    changed = "the list of files changed, or the dataset on the hub"
     same = found.get("data") == wanted.get("data", found.get("data"))
-    require(same, f"{changed}, since the run of {path} began: {hint}")
+    changed = f"the source, its list of files or its revision, is not that of {path}"
+    require(same, f"{changed}: {hint}")
 
 
 def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
-    """Return the run's meta.json, and make the folder what that says."""
+    """Return the run's meta.json, and bring the folder in line with it."""
     if args.overwrite:
         shards = load_metas(args.out)[0].get(args.meta_path, {"shards": {}})["shards"]
         paths = [os.path.join(args.out, name) for name in shards]
         paths += glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp"))
-        # the meta.json of all parts is wrong now too
+        # a meta.json that lists all parts is out of date now
         for path in (*paths, args.meta_path, os.path.join(args.out, "meta.json")):
             Path(path).unlink(missing_ok=True)
     meta = find_meta(args, source)
@@ -886,7 +887,7 @@ def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
 
 @contextmanager
 def lock(args: argparse.Namespace) -> Iterator[None]:
-    """Hold this run, and remove what a killed process left. Raises UserError if it is held."""
+    """Lock this run, and remove what a killed process left. Raises UserError if it is locked."""
     path = f"{args.meta_path}.lock"
     with open(path, "w") as file:
         if os.name == "posix":
@@ -923,8 +924,8 @@ def verify(args: argparse.Namespace) -> None:
             wrong.append(f"{name} is missing")
         elif hash_file(path) != shards[name]["sha256"]:
             wrong.append(f"{name} is damaged (sha256)")
-    repair = "To make a shard again, run its command with another --out: it is the same there"
-    require(not wrong, f"{args.out}: {', '.join(wrong)}. {repair}, byte for byte")
+    repair = "To replace a shard, run its command again with another --out and copy it from there"
+    require(not wrong, f"{args.out}: {', '.join(wrong)}. {repair}: it is the same byte for byte")
     tokens = sum(shard["tokens"] for shard in shards.values())
     print(f"{args.out}: {len(shards)} shards, {tokens:,} tokens, all as meta.json says")
 
@@ -976,7 +977,7 @@ def build(args: argparse.Namespace) -> None:
 
 
 def announce(args: argparse.Namespace, meta: dict, source: Source) -> None:
-    """Say about how much disk the run takes. Raises UserError if there is less."""
+    """Say about how much disk the run will take. Raises UserError if less is free."""
     budgets = [args.max_tokens, int(source.chars / CHARS_PER_TOKEN[args.tokenizer] / args.parts)]
     expected = min(filter(None, budgets), default=0)
     rest = max(0, expected - sum(meta["progress"]["tokens"].values()))
@@ -1055,7 +1056,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def settle_source(args: argparse.Namespace) -> None:
-    """Fill in the source and the names of files. Raises UserError for what cannot be."""
+    """Fill in the source and the names of files. Raises UserError for impossible values."""
     both = args.files and (args.dataset or args.name)
     require(not both, "--files and --dataset are two sources: choose one")
     part = re.fullmatch(r"(\d+)/(\d+)", args.part)
@@ -1078,7 +1079,7 @@ def settle_source(args: argparse.Namespace) -> None:
 
 
 def settle_numbers(args: argparse.Namespace) -> None:
-    """Fill in the numbers that are not given. Raises UserError for those that cannot be."""
+    """Fill in the numbers that are not given. Raises UserError for impossible values."""
     pydocs = args.dataset == "pydocs"
     if args.tokenizer is None:
         args.tokenizer = "bytes" if pydocs else "gpt2"
