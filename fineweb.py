@@ -1100,10 +1100,8 @@ def settle_numbers(args: argparse.Namespace) -> None:
     }
     for name, (least, most) in bounds.items():
         value = getattr(args, name)
-        valid = value is None or least <= value <= most
-        require(
-            valid, f"--{name} {value}: expected {least} to {most}".replace(" to inf", " or more")
-        )
+        expected = f"expected {least} to {most}".replace("to inf", "or more")
+        require(value is None or least <= value <= most, f"--{name} {value}: {expected}")
 
 
 @contextmanager
