@@ -22,7 +22,6 @@ finished dataset. Files meta-III-of-NNN.json without a meta.json are parts that 
 import argparse
 import ast
 import codecs
-import collections
 import functools
 import glob
 import gzip
@@ -33,6 +32,7 @@ import json
 import lzma
 import math
 import os
+import queue
 import re
 import shlex
 import shutil
@@ -42,6 +42,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -575,37 +576,60 @@ def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> 
     if workers == 1:
         yield from (encode(batch, tokenizer) for batch in batches)
         return
-    from concurrent.futures import ProcessPoolExecutor
-    from concurrent.futures.process import BrokenProcessPool
+    pipes = start_workers(workers, tokenizer)
+    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
+    for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
+        pipe = pipes[k % workers]  # the workers take turns
+        encoded = None
+        try:
+            if k >= ahead:
+                encoded = pipe.recv()
+            if batch:
+                pipe.send(batch)
+        except (EOFError, OSError) as error:
+            raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
+        if isinstance(encoded, Exception):
+            raise encoded
+        if encoded:
+            yield encoded
+
+
+def start_workers(workers: int, tokenizer: str) -> list:
+    """Start processes; return a pipe to each."""
     from multiprocessing import get_context
 
-    # spawned: a fork would copy the sources' threads
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=prepare_worker)
-    pending = collections.deque()
-    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
-    try:
-        for batch in batches:
-            pending.append(pool.submit(encode, batch, tokenizer))
-            if len(pending) > ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    spawn = get_context("spawn")  # a fork would copy the sources' threads
+    pipes = []
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's
+    for _ in range(workers):
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=work, args=(theirs, tokenizer), daemon=True).start()
+        theirs.close()  # only the worker has it, so each end notices when the other is killed
+        pipes.append(ours)
+    signal.signal(signal.SIGINT, previous)
+    return pipes
 
 
-def prepare_worker() -> None:
-    """Leave Ctrl-C to the parent process, and end when that does."""
-    from multiprocessing import parent_process
+def work(pipe, tokenizer: str) -> None:
+    """Encode the batches that come through a pipe, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows inherits nothing
+    inbox = queue.SimpleQueue()
 
-    def end_with_parent() -> None:
-        parent_process().join()
-        os._exit(1)
+    def receive() -> None:  # in a thread: otherwise both ends could wait for the other to read
+        with suppress(EOFError, OSError):
+            while True:
+                inbox.put(pipe.recv())
+        inbox.put(None)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=receive, daemon=True).start()
+    with suppress(OSError):
+        while batch := inbox.get():
+            try:
+                result = encode(batch, tokenizer)
+            except Exception as error:  # the parent raises it, with the traceback of this process
+                error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)
 
 
 # --------------------------------------------------------------------------------------------------
