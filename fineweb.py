@@ -4,21 +4,24 @@ python fineweb.py                                       # FineWeb-Edu, 10B token
 python fineweb.py --name sample-100BT                   # 100B tokens: edu_fineweb100B/
 python fineweb.py --files 'texts/*.jsonl' --out mine    # .jsonl, .txt (.gz, .xz, .zst), .parquet
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
-python fineweb.py --part 3/128 --out big                # a slice of the files; when all are done:
-python fineweb.py --merge --out big                     # make the slices one dataset
-python fineweb.py --verify --out big                    # re-read every shard
+python fineweb.py --part 3/128 --out big                # one of 128 slices of the files
+python fineweb.py --merge --out big                     # make the finished slices one dataset
+python fineweb.py --verify --out big                    # read every shard again and compare
 
-A shard is a 1-D array of uint16 tokens; each document in it is its <|endoftext|> token followed by
-its text's tokens. The shards depend on the documents and the options alone, never on the number of
-workers or on interruptions: killed at any moment and started again, it goes on where it was.
+A shard is a 1-D array of uint16 tokens. Each document in it is its <|endoftext|> token followed by
+the tokens of its text. The shards depend only on the documents and the options, not on the number
+of workers or on interruptions: a run that is killed and started again continues where it stopped.
 
-From top to bottom: sources read documents; long ones are cut where the tokenizer cannot notice;
-workers encode; one writer fills the shards of both splits. meta.json, beside the shards, is all the
-state there is: each finished shard with its sha256, and the document at which to go on.
+The file follows the data. A source reads documents; they are cut into segments at places where the
+tokenizer begins a new piece anyway; workers encode the segments; one writer fills the shards of
+both splits. meta.json, beside the shards, holds all the state: the finished shards with their
+sha256, and where to continue. A meta.json whose progress.done is true lists every shard of a
+finished dataset. Files meta-III-of-NNN.json without a meta.json are parts that are not merged yet.
 """
 
 import argparse
 import ast
+import codecs
 import functools
 import glob
 import gzip
@@ -27,44 +30,65 @@ import io
 import itertools
 import json
 import lzma
+import math
 import os
 import queue
 import re
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import threading
 import time
+import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 import tiktoken
 
 FINEWEB_EDU = "HuggingFaceFW/fineweb-edu"
-DATASETS = {  # how the names of its shards begin, and its default folder
+DATASETS = {  # the prefix of the shards' names, and the default folder
     FINEWEB_EDU: ("edufineweb", "edu_fineweb"),
     "HuggingFaceFW/fineweb": ("fineweb", "fineweb"),
     "pydocs": ("pydocs", "pydocs"),
 }
+META_VERSION = 2  # of meta.json: an unfinished run is continued only by the version that began it
 OPTIONS = ("text_key", "shard_size", "val_tokens", "val_share", "max_tokens", "format", "streaming")
-CHARS_PER_TOKEN = {"gpt2": 4.5, "bytes": 1.0}  # of English, to estimate with
-TABLE_ROWS = 256  # rows of a table read at once: ~1 MB of FineWeb
-SEGMENT_CHARS = 2**17  # longer documents are encoded in segments of about this many characters
-PIECE = 2**13  # tokens: a document longer than this is dealt to train and val in pieces of as many
-BATCH_CHARS = 2**19  # characters sent to a worker at once: ~0.05 s of its time
+CHARS_PER_TOKEN = {"gpt2": 4.5, "bytes": 1.0}  # of English, for estimates
+TABLE_ROWS = 256  # rows that are read from a table at once: ~1 MB of FineWeb
+BLOCK = 2**20  # bytes that are read from a file at once: 1 MiB
+SEGMENT_CHARS = 2**17  # characters: longer documents are encoded in segments of about this length
+LONGEST_SEGMENT = 2**20  # characters: a text without a place to cut is cut here all the same
+PIECE = 2**13  # tokens: longer documents are dealt to train and val in pieces of this length
+BATCH_CHARS = 2**19  # characters that a worker gets at once: ~0.05 s of work
+MOST_WORKERS = 512  # each is a process of about 70 MB
+GRACE = 3  # seconds that a signal gives the program to end by itself
+CONTINUE = "What is finished stays: run the same command to continue."
 
-# a document: its row in its file, its text in blocks (a file larger than memory can be a document)
-Document = tuple[int, Iterable[str]]
-# a source: its files' names; a function from a file's number and a row to the documents from there
-# on; what changes when the data does; about how many characters there are, None if nobody knows
-Source = tuple[list[str], Callable[[int, int], Iterator[Document]], object, float | None]
-# what is encoded: [file, row] of the document that begins here, None where one goes on; its text
-Segment = tuple[list[int] | None, str]
+Document = Iterable[str]  # its text in blocks, because it may be larger than the memory
+
+
+class Segment(NamedTuple):
+    """A part of a document that is encoded at once."""
+
+    position: list[int]  # its file, its number in that, crc32 of the file's text to its end
+    begins: bool  # it is the first segment of its document
+    text: str
+
+
+class Source(NamedTuple):
+    """Where documents come from."""
+
+    names: list[str]  # of its files
+    read: Callable[[int], Iterator[Document]]  # yields the documents of the file of this number
+    chars: float = 0  # about how many characters there are, 0 if unknown
+    revision: str | None = None  # identifies the content of files that have no date
 
 
 # --------------------------------------------------------------------------------------------------
@@ -118,170 +142,266 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256).
 
-    Raises ValueError for any other name.
+    Raises UserError for any other name, ConnectionError if GPT-2's cannot be downloaded.
     """
+    require(name in CHARS_PER_TOKEN, f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
         try:
-            return tiktoken.get_encoding("gpt2")
+            return check_vocabulary(tiktoken.get_encoding("gpt2"))
         except OSError as error:
             hint = "TIKTOKEN_CACHE_DIR can name a folder that another machine's tiktoken filled"
             raise ConnectionError(f"GPT-2's vocabulary cannot be downloaded: {hint}") from error
-    if name != "bytes":
-        raise ValueError(f"unknown tokenizer {name!r}: expected gpt2 or bytes")
-    return tiktoken.Encoding(
-        "bytes",
-        pat_str=r"(?s).{1,64}",  # nothing merges, so any pieces will do; short ones are fastest
-        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-        special_tokens={"<|endoftext|>": 256},
-    )
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    pieces = r"(?s).{1,64}"  # bytes never merge, so any pieces will do, and short ones are fast
+    special = {"<|endoftext|>": 256}
+    enc = tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
+    return check_vocabulary(enc)
 
 
-def encode(batch: list[Segment], tokenizer: str) -> list[tuple[list[int] | None, np.ndarray]]:
-    """Encode each segment's text to uint16 tokens. This is what the workers do."""
-    enc, encoded = get_tokenizer(tokenizer), []
-    for position, text in batch:
+def check_vocabulary(enc: tiktoken.Encoding) -> tiktoken.Encoding:
+    """Return the tokenizer. Raises UserError if its tokens do not fit a shard's uint16."""
+    expected = f"expected at most {2**16:,}, which is what a shard's uint16 can tell apart"
+    require(enc.n_vocab <= 2**16, f"{enc.name} has {enc.n_vocab:,} tokens: {expected}")
+    return enc
+
+
+def encode(batch: list[Segment], tokenizer: str) -> list[tuple[list[int], bool, np.ndarray]]:
+    """Encode each segment to (position, begins, uint16 tokens). This is what the workers do."""
+    enc = get_tokenizer(tokenizer)
+    encoded = []
+    for position, begins, text in batch:
         # half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes U+FFFD
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        # nothing is special: the characters "<|endoftext|>" in a document are text, not the token
+        # no text is special: "<|endoftext|>" in a document is characters, not the token
         tokens = enc.encode_to_numpy(text, disallowed_special=())
-        head = [] if position is None else [enc.eot_token]
+        head = [enc.eot_token] if begins else []
         tokens = np.concatenate([head, tokens], dtype=np.uint16, casting="unsafe")
-        encoded.append((position, tokens))
+        encoded.append((position, begins, tokens))
     return encoded
 
 
 # --------------------------------------------------------------------------------------------------
-# sources
+# sources: local files
 
 
 def open_files(args: argparse.Namespace) -> Source:
-    """Open local files, in the order of their names."""
-    paths = sorted({path for pattern in args.files for path in glob.glob(pattern, recursive=True)})
-    if not paths:
-        raise ValueError(f"--files {' '.join(args.files)}: there are no such files")
-    for path in paths:
-        if os.path.isdir(path):
-            raise ValueError(
-                f"--files {path} is a folder: --files '{path}/*.txt' for what is in it"
-            )
-        if not re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path):
-            raise ValueError(f"{path}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
-    sizes = {path: os.path.getsize(path) for path in paths}
-    # compressed English is about 2.7 times longer than its file
-    chars = sum(sizes[path] * (1 if path.endswith(("jsonl", "txt")) else 2.7) for path in paths)
-    identity = [[os.path.basename(path) for path in paths], list(sizes.values())]
-    return paths, lambda k, first: read_file(paths[k], args.text_key, first), identity, chars
+    """Open local files, each once, in the order of their names."""
+    found = {}
+    for pattern in args.files:
+        # a path that exists is no pattern, whatever brackets are in its name
+        exists = os.path.exists(pattern)
+        matches = [pattern] if exists else sorted(glob.glob(pattern, recursive=True))
+        require(matches, f"--files {pattern}: there is no such file")
+        for path in matches:
+            inside = f"--files '{path}/*.txt' takes what is in it"
+            require(not os.path.isdir(path), f"--files {path} is a folder: {inside}")
+            known = re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path)
+            require(known, f"{path}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
+            found.setdefault(os.path.realpath(path), path)  # one file may have many spellings
+    paths = sorted(found.values())
+    chars = sum(map(os.path.getsize, paths))  # more if they are compressed
+    return Source(paths, lambda k: read_file(paths[k], args.text_key), chars)
 
 
-def read_file(path: str, text_key: str, first: int) -> Iterator[Document]:
-    """Yield a file's documents from row `first` on.
-
-    A row is a row of .parquet or a line of .jsonl (those of white space are skipped); a .txt file
-    is one document.
-    """
+def read_file(path: str, text_key: str) -> Iterator[Document]:
+    """Yield a file's documents: the rows of .parquet, the lines of .jsonl, all of a .txt."""
     if path.endswith(".parquet"):
-        from pyarrow import parquet
-
-        with parquet.ParquetFile(path) as file:
-            columns = [text_key] if text_key in file.schema_arrow.names else None
-            yield from read_tables(file.iter_batches(TABLE_ROWS, columns=columns), text_key, first)
+        tables = guard(read_parquet(path, text_key), path, UserError)
+        yield from read_tables(tables, text_key, path)
         return
-    with open_text(path) as file:
-        if ".jsonl" not in os.path.basename(path):
-            yield 0, iter(lambda: file.read(2**20), "")  # characters
-            return
-        for row, line in enumerate(file):
-            if row >= first and not line.isspace():
-                where = f"line {row + 1}"
-                yield row, [get_text(parse_json(line, where), text_key, where)]
+    blocks = decode(guard(read_bytes(path), path, UserError), path)
+    if ".jsonl" not in os.path.basename(path):
+        yield blocks
+        return
+    for number, line in enumerate(split_lines(blocks), 1):
+        if line and not line.isspace():
+            where = f"{path}, line {number}"
+            yield [get_text(parse_json(line, where), text_key, where)]
 
 
-def open_text(path: str) -> io.TextIOWrapper:
-    """Open a UTF-8 file, compressed or not."""
-    if path.endswith(".zst"):
-        import pyarrow  # its stream notices a truncated file, zstandard's does not
+def guard(items: Iterator, name: str, kind: type[Exception]) -> Iterator:
+    """Yield what a library reads. All of its many kinds of error become one that names the file."""
+    try:
+        yield from items
+    except Exception as error:
+        raise kind(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_parquet(path: str, text_key: str) -> Iterator:
+    """Yield the tables of a .parquet file."""
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
+        columns = [text_key] if text_key in file.schema_arrow.names else None
+        yield from file.iter_batches(TABLE_ROWS, columns=columns)
+
+
+def read_bytes(path: str) -> Iterator[bytes]:
+    """Yield a file's content in blocks, decompressed."""
+    suffix = os.path.splitext(path)[1]
+    if suffix in (".gz", ".xz", ".zst") and os.path.getsize(path) == 0:
+        # the libraries take this for no data
+        raise EOFError("it has 0 bytes, and a compressed file has at least a header")
+    if suffix == ".zst":
+        import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
         file = pyarrow.input_stream(path, compression="zstd")
+    elif suffix == ".gz":
+        file = gzip.open(path, "rb")  # noqa: SIM115
     else:
-        opener = {".gz": gzip.open, ".xz": lzma.open}.get(os.path.splitext(path)[1], open)
-        file = opener(path, "rb")
-    return io.TextIOWrapper(file, "utf-8-sig", newline="\n")  # line ends stay as they are
+        file = open(path, "rb")  # noqa: SIM115
+    with file:
+        blocks = iter(lambda: file.read(BLOCK), b"")
+        if suffix == ".xz":
+            blocks = decompress_xz(blocks)
+        yield from blocks
 
 
-def read_tables(tables: Iterable, text_key: str, first: int) -> Iterator[Document]:
-    """Yield the documents, one a row, of Arrow tables that follow each other, from `first` on."""
+def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Decompress the streams of an .xz file.
+
+    lzma.open takes a damaged header of a later stream for the end of the file, without an error.
+    """
+    stream = lzma.LZMADecompressor()
+    for block in blocks:
+        while block:
+            if stream.eof:
+                block = block.lstrip(b"\0")  # zeros may stand between streams
+                stream = lzma.LZMADecompressor() if block else stream
+            else:
+                yield stream.decompress(block)
+                block = stream.unused_data  # empty before the end of the stream
+    if not stream.eof:
+        raise EOFError("the compressed file ends early")
+
+
+def decode(blocks: Iterable[bytes], path: str) -> Iterator[str]:
+    """Decode blocks of UTF-8. Raises UserError naming the line and the byte that is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    line = 1
+    size = 0  # bytes up to the end of the block
+    for block in itertools.chain(filter(None, blocks), [b""]):  # the empty block is the end
+        size += len(block)
+        try:
+            yield decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            rest = error.object[error.start :]  # the object ends where the block ends
+            line += error.object[: error.start].count(b"\n")
+            place = f"line {line}, byte {size - len(rest) + 1} of the file"
+            raise UserError(f"{path}, {place}: 0x{rest[0]:02x} is not UTF-8") from error
+        line += block.count(b"\n")
+
+
+def split_lines(blocks: Iterable[str]) -> Iterator[str]:
+    r"""Yield the lines, which \n ends, without it. A line may be longer than a block."""
+    parts = []
+    for block in blocks:
+        first, *others = block.split("\n")
+        parts.append(first)
+        for other in others:
+            line = "".join(parts)
+            parts = [other]
+            yield line
+    yield "".join(parts)
+
+
+def read_tables(tables: Iterable, text_key: str, name: str) -> Iterator[Document]:
+    """Yield the documents, one a row, of Arrow tables that follow each other."""
     row = 0
     for table in tables:
-        if row + len(table) > first:
-            if text_key in table.schema.names:
-                table = table.select([text_key])
-            for r, record in enumerate(table.to_pylist(), row):
-                if r >= first:
-                    yield r, [get_text(record, text_key, f"row {r + 1}")]
-        row += len(table)
+        if text_key in table.schema.names:
+            table = table.select([text_key])
+        for record in table.to_pylist():
+            row += 1
+            yield [get_text(record, text_key, f"{name}, row {row}")]
 
 
 def get_text(record: object, text_key: str, where: str) -> str:
-    """Return the record's text. Raises ValueError saying what is there instead."""
+    """Return the record's text. Raises UserError saying what is there instead."""
     if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object with keys, found {record!r:.40}")
+        raise UserError(f"{where}: expected an object with keys, found {record!r:.40}")
     if text_key not in record:
         keys = ", ".join(record)
-        raise ValueError(f"{where}: no key {text_key!r} but {keys}: choose by --text_key")
-    if not isinstance(record[text_key], str):
-        raise ValueError(f"{where}: expected text, found {text_key!r}: {record[text_key]!r:.40}")
-    return record[text_key]
+        raise UserError(f"{where}: no key {text_key!r} but {keys}. Choose one with --text_key")
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise UserError(f"{where}: expected text, found {text_key!r}: {text!r:.40}")
+    return text
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON. Raises ValueError naming the place."""
+    """Parse JSON. Raises UserError naming the place."""
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error})") from error
+        raise UserError(f"{where}: not JSON ({error})") from error
 
 
-def open_hub(args: argparse.Namespace) -> Source:
-    """Open a dataset of the Hugging Face hub, or a local folder of data files, through datasets."""
+# --------------------------------------------------------------------------------------------------
+# sources: the Hugging Face hub
+
+
+def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
+    """Open a dataset of the hub, or a local folder of data files, through the datasets library.
+
+    A revision is the commit with which the run began: it reads that to its end, whatever is
+    uploaded in the meantime.
+    """
     import datasets
 
-    datasets.config.TORCH_AVAILABLE = False  # or a stream imports torch: seconds, for nothing
+    datasets.config.TORCH_AVAILABLE = False  # otherwise a stream imports torch, which takes seconds
+    is_folder = os.path.isdir(args.dataset)
+    offline = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT sets the address)"
+    if is_folder:
+        revision = None
     try:
-        builder = datasets.load_dataset_builder(args.dataset, args.name)
+        builder = datasets.load_dataset_builder(args.dataset, args.name, revision=revision)
     except ConnectionError as error:
-        raise ConnectionError(
-            f"{error}. No network? HF_ENDPOINT can name a mirror, HF_HOME a folder with the data in"
-            " it; or tokenise files that you have: --files 'folder/*.parquet' --out folder"
-        ) from error
-    if "train" not in (builder.config.data_files or {}):
-        raise ValueError(f"{args.dataset} has no data files for a split named train")
-    files = builder.config.data_files["train"]
-    names = list(files) if args.streaming else [args.dataset]  # a copy counts as one file
+        hint = "To tokenise files that you have, use --files 'folder/*.parquet' --out folder"
+        raise ConnectionError(f"{offline}, HF_HOME has no copy. {hint}. {error}") from error
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"--dataset {args.dataset}: {error}") from error
+    files = builder.config.data_files or {}  # none for a copy in HF_HOME that is read offline
+    if args.streaming and not files:
+        raise ConnectionError(f"{offline}, but --no-streaming can read the copy in HF_HOME")
+    splits = files or builder.info.splits or []
+    require("train" in splits, f"{args.dataset} has no split named train, but {list(splits)}")
+    if "validation" in splits:
+        print(f"{args.dataset}: validation is taken from train, its split validation is not used")
+    # a copy counts as one file
+    names = list(files["train"]) if args.streaming else [args.dataset]
 
     @functools.cache
     def load() -> datasets.IterableDataset:
         if args.streaming:
-            return builder.as_streaming_dataset(split="train")
+            return builder.as_streaming_dataset(split="train").with_format("arrow")
         builder.download_and_prepare()
-        return builder.as_dataset(split="train").to_iterable_dataset()
+        return builder.as_dataset(split="train").to_iterable_dataset().with_format("arrow")
 
-    def read(k: int, first: int) -> Iterator[Document]:
-        rows = load().with_format("arrow").shard(len(names), k)
-        return read_tables(rows.iter(batch_size=TABLE_ROWS), args.text_key, first)
+    def iterate(k: int) -> Iterator:
+        yield from load().shard(len(names), k).iter(batch_size=TABLE_ROWS)
 
-    billions = re.fullmatch(r"sample-(\d+)BT", args.name or "")  # of GPT-2's tokens
-    train = (builder.info.splits or {}).get("train")
-    chars = (
-        int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"] if billions else train and train.num_bytes
-    )
-    return names, read, [list(files), files.origin_metadata], chars  # with commit or times
+    def read(k: int) -> Iterator[Document]:
+        tables = guard(iterate(k), names[k], ConnectionError)
+        return read_tables(tables, args.text_key, names[k])
+
+    if not (args.streaming and is_folder):  # whose files are compared one by one
+        revision = builder.hash  # the commit, or a hash of the folder's files and dates
+    chars = 0.0
+    if billions := re.fullmatch(r"sample-(\d+)BT", args.name or ""):  # of GPT-2's tokens
+        chars = int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"]
+    return Source(names, read, chars, revision)
 
 
-def open_pydocs(args: argparse.Namespace) -> Source:
-    """Open Python's reference and its library's docstrings: 2 MB that every Python carries."""
+# --------------------------------------------------------------------------------------------------
+# sources: the documentation that every Python carries
+
+
+def open_pydocs() -> Source:
+    """Open Python's reference and the docstrings of its library, which together are 2 MB."""
     from pydoc_data.topics import topics
 
-    # neither tests nor tables nor whole applications
+    # leave out tests, tables and whole applications
     skip = r"tests?|.*_tests?|(site|dist)-packages|idlelib|lib2to3|turtledemo|encodings|pydoc_data"
     paths = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -289,12 +409,12 @@ def open_pydocs(args: argparse.Namespace) -> Source:
         paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     texts = [topics[name] for name in sorted(topics)]
     for path in sorted(paths):
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read())  # nothing is imported
-        texts.append("\n\n".join(find_docstrings(tree, os.path.basename(path)[: -len(".py")])))
-    texts = [text for text in clean(texts) if len(text) > 200]  # characters: less says nothing
-    documents = [(row, [text]) for row, text in enumerate(texts)]
-    return ["pydocs"], lambda _, first: iter(documents[first:]), texts, sum(map(len, texts))
+        tree = ast.parse(Path(path).read_bytes())  # the module is parsed, and never imported
+        module = os.path.basename(path).removesuffix(".py")
+        texts.append("\n\n".join(find_docstrings(tree, module)))
+    texts = [text for text in clean(texts) if len(text) > 200]  # characters: shorter say nothing
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    return Source(["pydocs"], lambda k: ([text] for text in texts), sum(map(len, texts)), digest)
 
 
 def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
@@ -307,16 +427,16 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def clean(texts: Iterable[str]) -> Iterator[str]:
-    """Straighten quotes, and drop the paragraphs that were there already.
+    """Make typographic quotes plain, and drop every paragraph that an earlier text has already.
 
-    The topics quote each other at length: a model must not be validated on what it was trained on.
+    The topics quote each other, and a model must not be validated on what it was trained on.
     """
     seen = set()
     for text in texts:
         text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- "))
-        paragraphs = [p.rstrip() for p in re.split(r"\n\s*\n", text.strip("\n"))]
         new = []
-        for paragraph in paragraphs:
+        for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
+            paragraph = paragraph.rstrip()
             if len(paragraph) < 60 or paragraph not in seen:  # characters
                 new.append(paragraph)
             seen.add(paragraph)
@@ -324,93 +444,152 @@ def clean(texts: Iterable[str]) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# from documents to tokens
+# from documents to segments
 
 
-def open_source(args: argparse.Namespace) -> tuple[Callable, str, float | None]:
-    """Open what the command line asks for.
+def open_source(args: argparse.Namespace, revision: str | None = None) -> Source:
+    """Open what the command line asks for, on the hub at the revision if it is given."""
+    if args.files:
+        source = open_files(args)
+    elif args.dataset == "pydocs":
+        source = open_pydocs()
+    else:
+        source = open_hub(args, revision)
+    files = len(source.names)
+    require(args.parts <= files, f"--part: {args.parts} parts need as many files, found {files}")
+    return source
 
-    Returns a function from a position, [file, row], to the segments from there on, a fingerprint of
-    the data, and about how many characters there are, None if nobody knows. Raises ValueError where
-    the source is not to be had; so does reading, naming the file, or ConnectionError.
+
+def fingerprint(source: Source) -> str:
+    """Return a hash of the revision and the files' names, which all parts must have in common.
+
+    The names are relative to the folder that has all the files, so that it may be moved.
     """
-    opener = open_files if args.files else open_pydocs if args.dataset == "pydocs" else open_hub
-    names, read, identity, chars = opener(args)
-    if args.parts > len(names):
-        raise ValueError(f"--part: {args.parts} parts need as many files, found {len(names)}")
-
-    def read_segments(position: list[int] | None) -> Iterator[Segment]:
-        first_file, first_row = position or (args.part, 0)
-        for k in range(first_file, len(names), args.parts):
-            try:
-                for row, blocks in read(k, first_row if k == first_file else 0):
-                    begins = [k, row]
-                    for text in split_text(blocks):
-                        yield begins, text
-                        begins = None
-            except Exception as error:  # formats, compressions and networks have their own
-                kind = ValueError if args.files or type(error) is ValueError else ConnectionError
-                raise kind(f"{names[k]}: {error}") from error
-
-    fingerprint = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
-    return read_segments, fingerprint, chars and chars / args.parts
+    paths = [os.path.abspath(name) for name in source.names]
+    root = os.path.commonpath([os.path.dirname(path) for path in paths])
+    names = [os.path.relpath(path, root) for path in paths]
+    return hashlib.sha256(repr([names, source.revision]).encode()).hexdigest()[:16]
 
 
-# GPT-2's pattern begins a piece at the first and at the last white-space character of every run,
-# whatever is around it. Cut there, and the tokens of the segments are the tokens of the whole.
-CUT = r"(?:(?<=\S)(?=[ \t\r\n])|(?=[ \t\r\n]\S))"
-NEXT_CUT, LAST_CUT = re.compile(CUT), re.compile(f"(?s:.+){CUT}")
+def stamp_file(name: str) -> list[int] | None:
+    """Return a local file's size in bytes and date in ns, None for what is no local file."""
+    if not os.path.isfile(name):
+        return None
+    status = os.stat(name)
+    return [status.st_size, status.st_mtime_ns]
 
 
-def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS) -> Iterator[str]:
-    """Cut a document into segments that encode to the same tokens as the whole.
+def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> Iterator[Segment]:
+    """Yield the segments of this part's files, from the one in work on.
 
-    So no memory grows with a document, all workers share in it, and a megabyte of blanks does not
-    overflow the tokenizer's stack. An empty document is one empty segment.
+    Raises UserError if an input changed since an earlier run read it. For files that were read to
+    their end, size and date are compared. For the file in work, the text read so far is compared.
+    """
+    position = progress["position"]
+    stamps = iter(list(progress["read"]))  # of the files that were read to their end
+    for k in range(args.part, len(source.names), args.parts):
+        hint = "put the old file back, or start over with --overwrite"
+        changed = f"{source.names[k]} changed since this run read it: {hint}"
+        if position and k < position[0]:
+            require(next(stamps) == stamp_file(source.names[k]), changed)
+            continue
+        segments = cut_file(source, k)
+        if position and k == position[0]:
+            segments = itertools.islice(segments, position[1], None)
+            segment = next(segments, None)
+            require(segment and segment.position == position, changed)
+            yield segment
+        yield from segments
+
+
+def cut_file(source: Source, k: int) -> Iterator[Segment]:
+    """Cut all documents of a file into segments."""
+    number = 0
+    crc = 0
+    for blocks in source.read(k):
+        begins = True
+        crc = zlib.crc32(b"\xff", crc)  # marks a document's beginning: no UTF-8 has this byte
+        for text in split_text(blocks):
+            crc = zlib.crc32(text.encode("utf-8", "surrogatepass"), crc)
+            yield Segment([k, number, crc], begins, text)
+            begins = False
+            number += 1
+
+
+# GPT-2's pattern begins a new piece at the first and at the last white-space character of each run
+# of them, and between an ASCII letter and a digit. Cutting a text there does not change its tokens.
+# Python's \s matches U+001C to U+001F and GPT-2's does not, so BLANK lists what both match. \S then
+# leaves out a few places where a cut would also be right.
+BLANK = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+CUT = rf"(?:(?<=\S)(?={BLANK})|(?={BLANK}\S)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z]))"
+LAST_CUT = re.compile(f"(?s:.+){CUT}")
+NEXT_CUT = re.compile(CUT)
+
+
+def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS, most: int = LONGEST_SEGMENT):
+    """Cut a document into segments of about `chars` characters that encode to the whole's tokens.
+
+    Memory then does not grow with the document, all workers share the work, and a megabyte of
+    blanks does not overflow the tokenizer's stack. An empty document is one empty segment. A run of
+    `most` characters without a place to cut, such as DNA, is cut after `most` characters: this
+    keeps the time linear, but the tokens around the cut are not those of the whole document.
     """
     text = ""
-    for block in blocks:
-        text, start = text + block, 0
-        while len(text) > start + chars + 1:  # a cut looks one character ahead
-            end = start + chars
-            cut = LAST_CUT.match(text, start, end) or NEXT_CUT.search(text, end)
-            if cut is None:
+    for block in itertools.chain(filter(None, blocks), [""]):  # the empty block is the end
+        text += block
+        start = 0
+        # before the end, wait for enough text that the cuts do not depend on the blocks
+        ahead = most if block else chars
+        while len(text) > start + ahead + 2:
+            cut = LAST_CUT.match(text, start, start + chars)
+            cut = cut or NEXT_CUT.search(text, start + chars, start + most + 2)
+            if cut is None and len(text) <= start + most:
                 break
-            yield text[start : cut.end()]
-            start = cut.end()
+            end = cut.end() if cut else start + most
+            yield text[start:end]
+            start = end
         text = text[start:]
     yield text
 
 
 def make_batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     """Group segments to equal amounts of work."""
-    batch, chars = [], 0
-    for position, text in segments:
-        batch.append((position, text))
-        chars += len(text) + 100  # an empty document is some work too
+    batch = []
+    chars = 0
+    for segment in segments:
+        batch.append(segment)
+        chars += len(segment.text) + 100  # an empty document is some work too
         if chars >= BATCH_CHARS:
             yield batch
-            batch, chars = [], 0
+            batch = []
+            chars = 0
     if batch:
         yield batch
 
 
+# --------------------------------------------------------------------------------------------------
+# from segments to tokens
+
+
 def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> Iterator[list]:
-    """Encode the batches, in order, on so many processes."""
+    """Encode the batches, in order, in this many processes."""
     if workers == 1:
         yield from (encode(batch, tokenizer) for batch in batches)
         return
     pipes = start_workers(workers, tokenizer)
-    ahead = 4 * workers  # batches: nobody waits for the next one, while a shard is synced too
+    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
     for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
-        pipe, encoded = pipes[k % workers], None  # in turns
+        pipe = pipes[k % workers]  # the workers take turns
+        encoded = None
         try:
             if k >= ahead:
                 encoded = pipe.recv()
             if batch:
                 pipe.send(batch)
         except (EOFError, OSError) as error:
-            raise ChildProcessError("a worker was killed, for lack of memory perhaps") from error
+            raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
+        if isinstance(encoded, Exception):
+            raise encoded
         if encoded:
             yield encoded
 
@@ -419,12 +598,13 @@ def start_workers(workers: int, tokenizer: str) -> list:
     """Start processes; return a pipe to each."""
     from multiprocessing import get_context
 
-    spawn, pipes = get_context("spawn"), []  # not forked: sources have threads
+    spawn = get_context("spawn")  # a fork would copy the sources' threads
+    pipes = []
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's
     for _ in range(workers):
         ours, theirs = spawn.Pipe()
         spawn.Process(target=work, args=(theirs, tokenizer), daemon=True).start()
-        theirs.close()  # the worker alone has it: either notices when the other is killed
+        theirs.close()  # only the worker has it, so each end notices when the other is killed
         pipes.append(ours)
     signal.signal(signal.SIGINT, previous)
     return pipes
@@ -432,10 +612,10 @@ def start_workers(workers: int, tokenizer: str) -> list:
 
 def work(pipe, tokenizer: str) -> None:
     """Encode the batches that come through a pipe, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows nothing is inherited
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows inherits nothing
     inbox = queue.SimpleQueue()
 
-    def receive() -> None:  # at any time, or both ends could wait until the other one reads
+    def receive() -> None:  # in a thread: otherwise both ends could wait for the other to read
         with suppress(EOFError, OSError):
             while True:
                 inbox.put(pipe.recv())
@@ -444,7 +624,12 @@ def work(pipe, tokenizer: str) -> None:
     threading.Thread(target=receive, daemon=True).start()
     with suppress(OSError):
         while batch := inbox.get():
-            pipe.send(encode(batch, tokenizer))
+            try:
+                result = encode(batch, tokenizer)
+            except Exception as error:  # the parent raises it, with the traceback of this process
+                error.add_note(traceback.format_exc())
+                result = error
+            pipe.send(result)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -452,7 +637,7 @@ def work(pipe, tokenizer: str) -> None:
 
 
 def make_header(tokens: int, suffix: str) -> bytes:
-    """Return a shard's header: numpy's, of one length for any count, or llm.c's."""
+    """Return a shard's header: numpy's, whose length is the same for any count, or llm.c's."""
     if suffix == "bin":
         header = np.zeros(256, dtype="<i4")
         header[:3] = 20240520, 1, tokens  # magic, version, count
@@ -463,58 +648,76 @@ def make_header(tokens: int, suffix: str) -> bytes:
     return buffer.getvalue()
 
 
+def require_shard(path: str, tokens: int, suffix: str) -> int:
+    """Return a shard's size in bytes. Raises UserError unless the file has as many or more."""
+    size = len(make_header(tokens, suffix)) + 2 * tokens  # uint16: 2 bytes a token
+    found = os.path.getsize(path) if os.path.exists(path) else 0
+    message = f"{path} is missing or cut short ({found:,} bytes of {size:,})"
+    require(found >= size or not tokens, f"{message}: put it back, or start over with --overwrite")
+    return size
+
+
 class ShardWriter:
     """Appends tokens to the open shard of each split, and keeps meta.json in step with the disk.
 
-    meta["progress"] is a snapshot of the moment when the last shard was finished: the `position` of
-    the document in work and how many of its tokens were `written`; the `split` of the piece in work
-    and how many tokens are `left` in it; `documents` and `tokens` so far; and the `open` shards,
-    whose .tmp files have at least the tokens named there. From it a killed run continues as if it
-    had not been.
+    meta["progress"] describes the moment when the last shard was finished: the `position` of the
+    segment in work and how many of its tokens are `written`; the `split` of the piece in work and
+    how many tokens are `left` in it; the `documents` and `tokens` so far; size and date of the
+    files that were `read` to their end; and the `open` shards, whose .tmp files have at least the
+    tokens named there. From it a killed run continues as if nothing had happened.
     """
 
-    def __init__(self, args: argparse.Namespace, meta: dict) -> None:
-        self.args, self.meta, self.progress = args, meta, meta["progress"]
+    def __init__(self, args: argparse.Namespace, meta: dict, stamps: list) -> None:
+        self.args = args
+        self.meta = meta
+        self.progress = meta["progress"]
+        self.stamps = stamps  # size and date of each file, from before anything was read
         self.count = self.progress["tokens"]  # {"val": tokens, "train": tokens}
         self.files = {s: self.reopen(*shard) for s, shard in self.progress["open"].items()}
 
-    def reopen(self, name: str, tokens: int) -> io.BufferedRandom:
-        """Open a shard, under its temporary name, after so many of its tokens."""
-        path, size = os.path.join(self.args.out, name + ".tmp"), self.measure(tokens)
-        if tokens and (not os.path.exists(path) or os.path.getsize(path) < size):
-            raise ValueError(f"{path} is missing or cut short: begin anew with --overwrite")
+    def reopen(self, name: str, tokens: int) -> BinaryIO:
+        """Open a shard, under its temporary name, behind the first tokens in it."""
+        path = os.path.join(self.args.out, name + ".tmp")
+        size = require_shard(path, tokens, self.args.format)
         file = open(path, "r+b" if tokens else "w+b")  # noqa: SIM115
-        file.seek(file.truncate(size))  # a new one is as long as its header, which comes last
+        file.seek(file.truncate(size))  # a new shard begins behind its header, which comes last
         return file
-
-    def measure(self, tokens: int) -> int:
-        """Return the size in bytes of a shard of so many tokens."""
-        return len(make_header(tokens, self.args.format)) + 2 * tokens  # uint16: 2 bytes a token
 
     def append(self, split: str, tokens: np.ndarray) -> None:
         """Append tokens, for which there is room, to the split's shard."""
         if split not in self.files:
             index = len(self.meta["shards"]) + len(self.files)
             name = f"{self.args.prefix}_{split}_{index:06d}.{self.args.format}"
-            self.files[split], self.progress["open"][split] = self.reopen(name, 0), [name, 0]
+            self.files[split] = self.reopen(name, 0)
+            self.progress["open"][split] = [name, 0]
         self.files[split].write(tokens.astype("<u2", copy=False).data)
         self.progress["open"][split][1] += len(tokens)
         self.count[split] += len(tokens)
 
+    def begin_segment(self, position: list[int], begins: bool) -> None:
+        """Take note of a new segment, and of the files before it, which were read to their end."""
+        files = range(self.args.part, position[0], self.args.parts)
+        self.progress["read"] += [self.stamps[k] for k in files[len(self.progress["read"]) :]]
+        self.progress.update(position=position, written=0)
+        if begins:
+            self.progress["left"] = 0  # a document begins a piece
+            self.progress["documents"] += 1
+
     def begin_piece(self) -> None:
         """Choose the split of the next piece: val while that has no more than its share.
 
-        A piece is a document, or PIECE tokens of a longer one; less where all before is not much,
-        so that val has about its share of a corpus of any size.
+        A piece is a document, or PIECE tokens of a longer one. While there are few tokens so far,
+        pieces are shorter, so that val has about its share of a corpus of any size.
         """
-        args, total = self.args, sum(self.count.values())
+        args = self.args
+        total = sum(self.count.values())
         wanted = args.part == 0 and self.count["val"] < args.val_tokens and args.val_share > 0
         behind = self.count["val"] <= args.val_share * total
         self.progress["split"] = "val" if wanted and behind else "train"
         self.progress["left"] = min(PIECE, max(16, total // 32))
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens of the document in work; a full shard is finished when more is to come."""
+        """Append tokens of the segment in work. A full shard is finished when more is to come."""
         while len(tokens):
             if self.progress["left"] == 0:
                 self.begin_piece()
@@ -536,11 +739,12 @@ class ShardWriter:
     def finish(self, split: str) -> None:
         """Make the split's shard final: its bytes on the disk, its line in meta.json, its name.
 
-        In this order, nothing has a final name before it is whole and listed; what a kill leaves
-        between the last two steps, the next start renames.
+        In this order, no shard has its final name before it is whole and listed. If the process is
+        killed between the last two steps, the next start renames the shard.
         """
         name, tokens = self.progress["open"].pop(split)
-        path, file = os.path.join(self.args.out, name), self.files.pop(split)
+        path = os.path.join(self.args.out, name)
+        file = self.files.pop(split)
         file.seek(0)
         file.write(make_header(tokens, self.args.format))
         for unsynced in (file, *self.files.values()):
@@ -550,22 +754,23 @@ class ShardWriter:
         self.meta["shards"][name] = {"tokens": tokens, "sha256": hash_file(path + ".tmp")}
         save_meta(self.args.meta_path, self.meta)
         rename(path + ".tmp", path)
+        print(f"{name}: {tokens:,} tokens, {sum(self.count.values()):,} in all", flush=True)
 
     def finish_all(self) -> None:
-        """Finish the last shards. A corpus that ended within validation gives a tenth of itself."""
+        """Finish the last shards. If all tokens went to val, nine tenths of them become train."""
         if self.count["train"] == 0 and self.count["val"] > 1 and not self.meta["shards"]:
-            kept, file = max(1, self.count["val"] // 10), self.files["val"]
-            file.seek(self.measure(kept))
+            kept = max(1, self.count["val"] // 10)
+            file = self.files["val"]
+            file.seek(2 * (kept - self.count["val"]), os.SEEK_END)
             rest = np.frombuffer(file.read(), dtype="<u2")
-            file.truncate(self.measure(kept))
+            file.truncate(file.tell() - rest.nbytes)
             self.count["val"] = self.progress["open"]["val"][1] = kept
             self.append("train", rest)
-        if self.count["train"] == 0:
-            found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
-            raise ValueError(f"{found}: take more documents, or lower --val_tokens")
+        found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
+        require(self.count["train"], f"{found}: take more documents, or lower --val_tokens")
         for split in list(self.files):
             self.finish(split)
-        self.progress.update(position=None, done=True)
+        self.progress.update(position=None, read=[], done=True)
         save_meta(self.args.meta_path, self.meta)
 
     def close(self) -> None:
@@ -576,20 +781,19 @@ class ShardWriter:
 
 
 def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
-    """Write batches of (position, tokens) to both splits; yield the tokens in all after each."""
-    args, progress, count = writer.args, writer.progress, writer.count
-    on_disk = progress["written"]  # tokens that an earlier run wrote of the document in work
+    """Write encoded batches to both splits; yield the number of tokens so far after each."""
+    budget = writer.args.max_tokens
+    on_disk = writer.progress["written"]  # tokens of the first segment that an earlier run wrote
     for batch in batches:
-        for position, tokens in batch:
-            total = count["val"] + count["train"]
-            if total == args.max_tokens:
+        for position, begins, tokens in batch:
+            total = sum(writer.count.values())
+            if total == budget:
                 return
-            if position not in (None, progress["position"]):
-                progress.update(position=position, written=0, left=0)
-                progress["documents"] += 1
-            new, on_disk = tokens[on_disk:], max(0, on_disk - len(tokens))
-            writer.write(new[: args.max_tokens and args.max_tokens - total])
-        yield count["val"] + count["train"]
+            if position != writer.progress["position"]:
+                writer.begin_segment(position, begins)
+            writer.write(tokens[on_disk:][: budget and budget - total])
+            on_disk = 0
+        yield sum(writer.count.values())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -598,15 +802,12 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
 
 def hash_file(path: str) -> str:
     """Return a file's sha256 in hexadecimal."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def rename(old: str, new: str) -> None:
-    """Rename a file for good: the folder is on the disk too when this returns."""
+    """Rename a file, and return once the folder is on the disk too."""
     os.replace(old, new)
     if os.name == "posix":  # Windows does not open folders
         folder = os.open(os.path.dirname(os.path.abspath(new)), os.O_RDONLY)
@@ -624,94 +825,122 @@ def load_metas(folder: str) -> tuple[dict[str, dict], dict[str, dict], list[str]
     """Load what there is in a folder.
 
     Returns its meta.json and those of parts, by path; the shards that they list, by name; and the
-    names of other shards, which no meta.json lists. Raises ValueError for another program's.
+    names of other shards, which none of them lists. Raises UserError for another program's.
     """
+    # A shard is listed in a meta.json before it appears in the folder. So the folder is looked at
+    # first: what another part finishes in between is then not taken for foreign.
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     metas = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "meta*.json"))):
-        with open(path, encoding="utf-8") as file:
-            metas[path] = parse_json(file.read(), path)
-        if "options" not in metas[path]:
-            raise ValueError(f"{path} was not written by fineweb.py: choose another --out")
+        meta = parse_json(Path(path).read_text("utf-8"), path)
+        known = isinstance(meta, dict) and {"options", "shards", "progress"} <= set(meta)
+        other = f"{path} was not written by this version of fineweb.py"
+        known = known and meta.get("version", 1) <= META_VERSION
+        require(known, f"{other}: choose another --out, or delete it and its shards")
+        metas[path] = meta
     shards = {name: shard for meta in metas.values() for name, shard in meta["shards"].items()}
-    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-    read = re.compile(r".*(train|val).*\.(npy|bin)")  # what the trainer would read
-    return metas, shards, [name for name in names if read.fullmatch(name) and name not in shards]
+    pattern = re.compile(r".*(train|val).*\.(npy|bin)")  # what the trainer would read
+    unlisted = [name for name in names if pattern.fullmatch(name) and name not in shards]
+    return metas, shards, unlisted
 
 
-def find_meta(args: argparse.Namespace) -> dict:
+def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
     """Return this run's meta.json as an earlier run left it, or a new one.
 
-    Raises ValueError where the folder holds what is neither this run's nor a sister part's.
+    Raises UserError if the folder holds something that belongs neither to this run nor to another
+    part of the same dataset. The data is compared once its source is open.
     """
+    metas, _, unlisted = load_metas(args.out)
+    if args.overwrite:
+        metas.pop(args.meta_path, None)
     enc = get_tokenizer(args.tokenizer)
-    progress = {"position": None, "written": 0, "split": None, "left": 0, "documents": 0}
     new = {
+        "version": META_VERSION,
         "tokenizer": args.tokenizer,
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "source": " ".join(args.files or filter(None, [args.dataset, args.name])),
+        "revision": next((meta.get("revision") for meta in metas.values()), None),
         "options": {name: getattr(args, name) for name in (*OPTIONS, "parts", "part")},
         "shards": {},
-        "progress": progress | {"tokens": {"val": 0, "train": 0}, "open": {}, "done": False},
+        "progress": {"position": None, "written": 0, "split": None, "left": 0, "documents": 0}
+        | {"tokens": {"val": 0, "train": 0}, "read": [], "open": {}, "done": False},
     }
-    metas, _, unlisted = load_metas(args.out)
+    if source:
+        new |= {"revision": source.revision, "data": fingerprint(source)}
     for path, meta in metas.items():
-        if path != args.meta_path or not args.overwrite:
-            check_same_run(path, meta, new, "choose another --out, or begin anew with --overwrite")
-    if unlisted:
-        found = f"{args.out} holds {unlisted[0]}, which is not of this run"
-        raise ValueError(f"{found}: delete it, or choose another --out")
-    return new if args.overwrite else metas.get(args.meta_path, new)
+        overwrite = ", or start over with --overwrite" if path == args.meta_path else ""
+        hint = f"choose another --out{overwrite}"
+        check_same_run(path, meta, new, hint)
+        current = meta["progress"]["done"] or "version" in meta
+        require(current, f"{path} is unfinished and of an older version of fineweb.py: {hint}")
+    found = f"{args.out} holds {''.join(unlisted[:1])}, which is not of this run"
+    require(not unlisted, f"{found}: delete it, or choose another --out")
+    return metas.get(args.meta_path, new)
 
 
 def check_same_run(path: str, found: dict, wanted: dict, hint: str) -> None:
-    """Raise ValueError naming the first difference between two runs that share a folder."""
-    found, wanted = found | found["options"], wanted | wanted["options"]
+    """Raise UserError naming the first difference between two runs that share a folder."""
+    found = found | found["options"]
+    wanted = wanted | wanted["options"]
     for key in ("tokenizer", "source", "parts", *OPTIONS):
-        if found[key] != wanted[key]:
-            raise ValueError(f"{path} has {key} {found[key]}, this run {wanted[key]}: {hint}")
+        values = f"{path} has {key} {found.get(key)}, and this run has {wanted[key]}"
+        require(found.get(key) == wanted[key], f"{values}: {hint}")
+    same = found.get("data") == wanted.get("data", found.get("data"))
+    changed = f"the source, its list of files or its revision, is not that of {path}"
+    require(same, f"{changed}: {hint}")
 
 
-def prepare_folder(args: argparse.Namespace, data: str) -> dict:
-    """Return the run's meta.json, with the folder as that says.
-
-    Raises ValueError where `data`, the fingerprint, is not that of the earlier run.
-    """
+def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
+    """Return the run's meta.json, and bring the folder in line with it."""
     if args.overwrite:
         shards = load_metas(args.out)[0].get(args.meta_path, {"shards": {}})["shards"]
-        halves = glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp"))
-        for path in [*(os.path.join(args.out, name) for name in shards), *halves, args.meta_path]:
-            if os.path.exists(path):
-                os.remove(path)
-    meta = find_meta(args)
-    if meta.setdefault("data", data) != data:
-        changed = f"{meta['source']} changed since this run began"
-        raise ValueError(f"{changed}: begin anew with --overwrite")
-    for path in (os.path.join(args.out, name) for name in meta["shards"]):
+        paths = [os.path.join(args.out, name) for name in shards]
+        paths += glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp"))
+        # a meta.json that lists all parts is out of date now
+        for path in (*paths, args.meta_path, os.path.join(args.out, "meta.json")):
+            Path(path).unlink(missing_ok=True)
+    meta = find_meta(args, source)
+    for name, shard in meta["shards"].items():
+        path = os.path.join(args.out, name)
         if os.path.exists(path + ".tmp"):  # listed, but not renamed yet
             rename(path + ".tmp", path)
+        require_shard(path, shard["tokens"], args.format)
     return meta
 
 
-def lock(args: argparse.Namespace) -> io.TextIOWrapper:
-    """Hold this run until the file is closed. Raises ValueError where another process does."""
-    file = open(args.meta_path + ".lock", "w")  # noqa: SIM115
-    if os.name == "posix":
-        import fcntl
+@contextmanager
+def lock(args: argparse.Namespace) -> Iterator[None]:
+    """Lock this run, and remove what a killed process left. Raises UserError if it is locked."""
+    path = f"{args.meta_path}.lock"
+    with open(path, "w") as file:
+        if os.name == "posix":
+            import fcntl
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"another process is at work on {args.meta_path}") from error
-    return file
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"another process is at work on {args.meta_path}") from error
+        for leftover in glob.glob(f"{glob.escape(args.meta_path)}.*.tmp"):
+            os.remove(leftover)  # a meta.json that was not renamed yet
+        yield
+
+
+def find_missing_parts(metas: dict[str, dict]) -> list[str]:
+    """Name the parts of a dataset that are missing or not finished."""
+    done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
+    parts = max(meta["options"]["parts"] for meta in metas.values())
+    return [f"--part {part + 1}/{parts}" for part in range(parts) if part not in done]
 
 
 def verify(args: argparse.Namespace) -> None:
-    """Re-read every shard of a folder. Raises ValueError saying all that is wrong."""
+    """Read every shard of a folder again. Raises UserError saying all that is wrong."""
     metas, shards, unlisted = load_metas(args.out)
-    if not metas:
-        raise ValueError(f"{args.out} has no meta.json to verify it by")
+    require(metas, f"{args.out} has no meta.json to compare its shards with")
     wrong = [f"{path} is not finished" for path in metas if not metas[path]["progress"]["done"]]
+    if args.meta_path not in metas:
+        missing = [f"{part} is missing" for part in find_missing_parts(metas)]
+        wrong += missing or ["the parts are not one dataset until --merge lists them"]
     wrong += [f"{name} is in no meta.json" for name in unlisted]
     for name in sorted(shards):
         path = os.path.join(args.out, name)
@@ -719,27 +948,24 @@ def verify(args: argparse.Namespace) -> None:
             wrong.append(f"{name} is missing")
         elif hash_file(path) != shards[name]["sha256"]:
             wrong.append(f"{name} is damaged (sha256)")
-    if wrong:
-        raise ValueError(f"{args.out}: " + ", ".join(wrong))
+    repair = "To replace a shard, run its command again with another --out and copy it from there"
+    require(not wrong, f"{args.out}: {', '.join(wrong)}. {repair}: it is the same byte for byte")
     tokens = sum(shard["tokens"] for shard in shards.values())
     print(f"{args.out}: {len(shards)} shards, {tokens:,} tokens, all as meta.json says")
 
 
 def merge(args: argparse.Namespace) -> None:
-    """List all parts' shards in one meta.json. Raises ValueError where a part is not finished."""
+    """List all parts' shards in one meta.json. Raises UserError if they are not one dataset."""
     metas, shards, _ = load_metas(args.out)
     metas.pop(args.meta_path, None)  # an earlier merge's, or that of a run without parts
-    if not metas:
-        raise ValueError(f"{args.out} has no parts to merge: --part 1/4 makes the first of four")
+    require(metas, f"{args.out} has no parts to merge: --part 1/4 makes the first of four")
     first = next(iter(metas.values()))
     for path, meta in metas.items():
-        check_same_run(path, meta, first, "not parts of one dataset")
-    done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
-    parts = first["options"]["parts"]
-    if missing := [f"{part + 1}/{parts}" for part in range(parts) if part not in done]:
-        raise ValueError(f"{args.out}: --part {', '.join(missing)} to be finished first")
+        check_same_run(path, meta, first, "make the parts again from the same data")
+    missing = find_missing_parts(metas)
+    require(not missing, f"{args.out}: finish {', '.join(missing)} first")
     save_meta(args.meta_path, first | {"shards": shards, "progress": {"done": True}})
-    print(f"{args.out}: {parts} parts, {len(shards)} shards in one meta.json")
+    print(f"{args.out}: {len(metas)} parts, {len(shards)} shards in one meta.json")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -748,87 +974,49 @@ def merge(args: argparse.Namespace) -> None:
 
 def build(args: argparse.Namespace) -> None:
     """Write the shards that the command line asks for, from where an earlier run stopped."""
-    rate, meta = "", find_meta(args)
+    meta = find_meta(args)
+    rate = ""
     if not meta["progress"]["done"]:
-        read, data, chars = open_source(args)
+        source = open_source(args, meta["revision"])
+        stamps = [stamp_file(name) for name in source.names]
         os.makedirs(args.out, exist_ok=True)
         with lock(args):
-            meta = prepare_folder(args, data)  # read again: no other process can change it now
-            if meta["progress"]["done"]:
-                raise ValueError(f"another process has just finished {args.meta_path}")
-            batches = make_batches(read(meta["progress"]["position"]))
-            encoded = tokenize(batches, args.tokenizer, args.workers)
-            writer = ShardWriter(args, meta)
+            meta = prepare_folder(args, source)  # read again: no other process can change it now
+            require(not meta["progress"]["done"], f"another process just wrote {args.meta_path}")
+            segments = read_segments(source, args, meta["progress"])
+            encoded = tokenize(make_batches(segments), args.tokenizer, args.workers)
+            writer = ShardWriter(args, meta, stamps)
             try:
-                expected = announce(args, meta, chars)
-                rate = show_progress(writer, fill_shards(writer, encoded), expected)
+                announce(args, meta, source)
+                rate = measure_rate(fill_shards(writer, encoded), args.workers)
                 writer.finish_all()
             finally:
                 encoded.close()
                 writer.close()
-        os.remove(args.meta_path + ".lock")
+    Path(f"{args.meta_path}.lock").unlink(missing_ok=True)
     for split, tokens in meta["progress"]["tokens"].items():
         shards = [name for name in meta["shards"] if f"_{split}_" in name]
         print(f"{split:5} {tokens:,} tokens in {len(shards)} shards")
     print(f"{meta['progress']['documents']:,} documents{rate}")
 
 
-def suggest(folder: str) -> str:
-    """Return the next command: train_gpt2.py's defaults are for 10B tokens, not for a book."""
-    metas, shards, _ = load_metas(folder)
-    tokens = {"train": 0, "val": 0}
-    for name, shard in shards.items():
-        tokens["train" if "_train_" in name else "val"] += shard["tokens"]
-    if tokens["train"] < 2000:
-        return f"{tokens['train']:,} tokens teach nothing: more text is needed"
-    flags = f"--data_dir {shlex.quote(folder)}"
-    log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(folder))))
-    if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
-        flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
-    elif tokens["train"] < 10**8:
-        flags += " --model d6 --seq_len 256 --total_batch_size 16384 --epochs 4"
-        flags += f" --log_dir {log_dir}"
-    return f"next: python train_gpt2.py {flags}{'' if tokens['val'] else ' --val_every 0'}"
+def announce(args: argparse.Namespace, meta: dict, source: Source) -> None:
+    """Say about how much disk the run will take. Raises UserError if less is free."""
+    budgets = [args.max_tokens, int(source.chars / CHARS_PER_TOKEN[args.tokenizer] / args.parts)]
+    expected = min(filter(None, budgets), default=0)
+    rest = max(0, expected - sum(meta["progress"]["tokens"].values()))
+    size = f"about {rest / 1e6:,.1f}M tokens if English, {rest / 5e5:,.1f} MB of disk"
+    if not expected:
+        size = "of unknown size"
+    print(f"{meta['source']}: {size}", flush=True)
+    free = shutil.disk_usage(args.out).free
+    hint = "make room, choose another --out, or take less with --max_tokens"
+    require(free >= 2 * rest, f"{args.out} has {free / 1e9:.2f} GB free: {hint}")
 
 
-def announce(args: argparse.Namespace, meta: dict, chars: float | None) -> int | None:
-    """Say what disk and time the run takes; return its tokens, about, None if nobody knows.
-
-    Raises ValueError where the disk has not the room.
-    """
-    tokens = [args.max_tokens, chars and int(chars / CHARS_PER_TOKEN[args.tokenizer])]
-    expected = min(filter(None, tokens), default=None)
-    rest = max(0, (expected or 0) - sum(meta["progress"]["tokens"].values()))
-    minutes = rest / (2.5e6 * args.workers) / 60  # ~2.5M tokens/s a core of GPT-2's BPE
-    size = f"about {rest:,} tokens if English"
-    if rest > 1e6:  # uint16: 2 bytes a token
-        size = f"about {rest / 1e6:,.1f}M tokens if English, {2 * rest / 1e6:,.1f} MB of disk"
-    size += "" if args.streaming else " besides the copy in HF_HOME"
-    size += f", {minutes:.0f} minutes if the source keeps up" if minutes > 1 else ""
-    print(f"{meta['source']}: {size if expected else 'of unknown size, 2 bytes of disk a token'}")
-    if (free := shutil.disk_usage(args.out).free) < 2 * rest:
-        hint = "make room, choose another --out, or take less with --max_tokens"
-        raise ValueError(f"{args.out} has {free / 1e9:.2f} GB free: {hint}")
-    return expected
-
-
-def show_progress(writer: ShardWriter, totals: Iterator[int], expected: int | None) -> str:
-    """Run the writer behind two progress bars, and return its steady rate in words."""
-    from tqdm import tqdm
-
-    # disable=None: bars on a terminal only; a log file gets a line a shard
-    bar = functools.partial(tqdm, unit="tok", unit_scale=True, disable=None)
-    size, workers, shards = writer.args.shard_size, writer.args.workers, writer.meta["shards"]
-    clock, listed = [], len(shards)
-    so_far = sum(writer.count.values())
-    with bar(total=expected, initial=so_far) as whole, bar(total=size, desc="shard") as one:
-        for total in totals:
-            clock.append((time.perf_counter(), total))
-            whole.update(total - whole.n)
-            one.update(total % size - one.n)
-            for name in list(shards)[listed:]:
-                tqdm.write(f"{name}: {shards[name]['tokens']:,} tokens, {total:,} in all")
-            listed = len(shards)
+def measure_rate(totals: Iterator[int], workers: int) -> str:
+    """Run the writer, and return its steady rate in words."""
+    clock = [(time.perf_counter(), total) for total in totals]
     if len(clock) < 10 * workers:
         return ""  # too short to tell
     (start, first), (end, last) = clock[workers], clock[-1]  # by then every worker has started
@@ -836,75 +1024,149 @@ def show_progress(writer: ShardWriter, totals: Iterator[int], expected: int | No
     return f", {rate / 1e6:.2f}M tokens/s on {workers} workers once started"
 
 
+def suggest(folder: str) -> str:
+    """Return the next command. train_gpt2.py's defaults are for 10B tokens, not for a book."""
+    metas, shards, _ = load_metas(folder)
+    if os.path.join(folder, "meta.json") not in metas:
+        return f"when all parts are done: python fineweb.py --merge --out {shlex.quote(folder)}"
+    tokens = {"train": 0, "val": 0}
+    for name, shard in shards.items():
+        split = re.search("_(train|val)_", name)[1]
+        tokens[split] += shard["tokens"]
+    if tokens["train"] < 2000:
+        return f"{tokens['train']:,} tokens are too few to train on: more text is needed"
+    flags = f"--data_dir {shlex.quote(folder)}"
+    log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(folder))))
+    seq_len = 1024  # tokens of a window, which validation needs one more than
+    if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
+        flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
+        seq_len = 48
+    elif tokens["train"] < 10**8:
+        seq_len = 256
+        flags += f" --model d6 --seq_len {seq_len} --total_batch_size 16384 --epochs 4"
+        flags += f" --log_dir {log_dir}"
+    if tokens["val"] <= seq_len:
+        flags += " --val_every 0"
+    return f"next: python train_gpt2.py {flags}"
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = refuse_arguments
     add = parser.add_argument
-    add("--dataset", help=f"hub name or folder (default {FINEWEB_EDU}), or pydocs")
-    add("--name", help="a configuration of it (default for FineWeb sample-10BT)")
+    add("--dataset", help=f"name on the hub, folder (default {FINEWEB_EDU}), or pydocs")
+    add("--name", help="a configuration of it (default for FineWeb: sample-10BT)")
     add("--files", nargs="+", metavar="GLOB", help="local .jsonl, .txt or .parquet files instead")
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2, for pydocs bytes)")
     add("--out", help="folder of the shards (default edu_fineweb10B and the like, or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens a shard (default %(default)s)")
     add("--val_tokens", type=int, help="validation tokens at most (default a shard's)")
-    add("--val_share", type=float, help="of the tokens (default 0.1; hub: 1, they come first)")
-    add("--max_tokens", type=int, help="end after so many tokens")
+    add("--val_share", type=float, help="of the tokens (default 0.1; FineWeb: 1, they come first)")
+    add("--max_tokens", type=int, help="stop after this many tokens, with --part in each part")
     add("--format", choices=["npy", "bin"], default="npy", help="bin is llm.c's")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="processes that tokenise (default: every core)")
-    streaming = "tokenise during the download (default), or copy it all first"
+    add("--workers", type=int, help="processes that tokenise (default: one for every core)")
+    streaming = "tokenise during the download (default), or copy the whole dataset first"
     add("--streaming", action=argparse.BooleanOptionalAction, default=True, help=streaming)
-    add("--overwrite", action="store_true", help="delete this run's shards and begin anew")
+    add("--overwrite", action="store_true", help="delete this run's shards and start over")
     add("--merge", action="store_true", help="list the shards of all parts in one meta.json")
-    add("--verify", action="store_true", help="re-read all shards and compare their sha256")
+    add("--verify", action="store_true", help="read all shards again and compare their sha256")
     args = parser.parse_args(argv)
-    settle_args(args)
+    settle_source(args)
+    settle_numbers(args)
     return args
 
 
-def settle_args(args: argparse.Namespace) -> None:
-    """Fill in defaults and the names of files. Raises ValueError for options that cannot be."""
-    if args.files and (args.dataset or args.name):
-        raise ValueError("--files and --dataset are two sources: choose one")
-    for name, least in {"shard_size": 1, "max_tokens": 1, "workers": 1, "val_tokens": 0}.items():
-        if (value := getattr(args, name)) is not None and value < least:
-            raise ValueError(f"--{name} {value}: expected {least} or more")
-    if args.format == "bin" and args.shard_size >= 2**31:
-        raise ValueError(f"--shard_size {args.shard_size}: .bin counts to 2**31 - 1 tokens at most")
+def settle_source(args: argparse.Namespace) -> None:
+    """Fill in the source and the names of files. Raises UserError for impossible values."""
+    both = args.files and (args.dataset or args.name)
+    require(not both, "--files and --dataset are two sources: choose one")
     part = re.fullmatch(r"(\d+)/(\d+)", args.part)
-    if not part or not 1 <= int(part[1]) <= int(part[2]):
-        raise ValueError(f"--part {args.part}: expected I/N with I from 1 to N, such as 3/128")
-    args.part, args.parts = int(part[1]) - 1, int(part[2])  # counted from 0 inside
-
-    args.dataset = None if args.files else args.dataset or FINEWEB_EDU
+    valid = part and 1 <= int(part[1]) <= int(part[2])
+    require(valid, f"--part {args.part}: expected I/N with I from 1 to N, such as 3/128")
+    args.part = int(part[1]) - 1  # counted from 0 inside
+    args.parts = int(part[2])
+    if not args.files:
+        args.dataset = args.dataset or FINEWEB_EDU
     args.prefix, folder = DATASETS.get(args.dataset, ("docs", None))
     if "fineweb" in args.prefix:
         args.name = args.name or "sample-10BT"
         folder += re.sub(r"^sample-(\w+)T$", r"\1", args.name)  # 10B; a dump keeps its name
     args.out = args.out or folder
-    if args.out is None:
-        raise ValueError("--out FOLDER is needed: where do the shards go?")
+    require(args.out, "--out FOLDER is needed: where do the shards go?")
+    # the files of each part have names of their own
     suffix = f"-{args.part + 1:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
-    args.prefix += suffix  # a part's files have names of their own
+    args.prefix += suffix
     args.meta_path = os.path.join(args.out, f"meta{suffix}.json")
 
+
+def settle_numbers(args: argparse.Namespace) -> None:
+    """Fill in the numbers that are not given. Raises UserError for impossible values."""
     pydocs = args.dataset == "pydocs"
-    args.tokenizer = args.tokenizer or ("bytes" if pydocs else "gpt2")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    args.workers = args.workers or (1 if pydocs else cores)  # starting a second takes longer
+    if args.tokenizer is None:
+        args.tokenizer = "bytes" if pydocs else "gpt2"
+    if args.workers is None and pydocs:
+        args.workers = 1  # starting a second one takes longer than the work
+    elif args.workers is None:
+        args.workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     if args.val_share is None:
-        args.val_share = 0.1 if args.files or pydocs else 1.0
-    if not 0 <= args.val_share <= 1:
-        raise ValueError(f"--val_share {args.val_share}: expected 0 to 1")
+        args.val_share = 1.0 if "fineweb" in args.prefix else 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
+    bounds = {  # least and most; .bin counts its tokens in int32
+        "shard_size": (1, 2**31 - 1 if args.format == "bin" else math.inf),
+        "max_tokens": (1, math.inf),
+        "val_tokens": (0, math.inf),
+        "workers": (1, MOST_WORKERS),
+        "val_share": (0, 1),
+    }
+    for name, (least, most) in bounds.items():
+        value = getattr(args, name)
+        expected = f"expected {least} to {most}".replace("to inf", "or more")
+        require(value is None or least <= value <= most, f"--{name} {value}: {expected}")
 
 
-def interrupt(signum: int, frame: object) -> None:
-    """End as Ctrl-C does: a signal handler."""
-    raise KeyboardInterrupt(signum)
+@contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM end the block, at the latest GRACE seconds after they arrive.
+
+    They become KeyboardInterrupt in the main thread, but only when that runs Python again, and a
+    library that waits for the network in C++ can keep it from that for half an hour. So a thread
+    learns of them too, and ends the process, which harms a run no more than SIGKILL does.
+    """
+
+    def watch() -> None:
+        while received := signals.recv(1):
+            if received[0] in (signal.SIGINT, signal.SIGTERM):
+                signals.settimeout(GRACE)
+                with suppress(TimeoutError):
+                    while signals.recv(1):  # b"" once the block has ended
+                        pass
+                    return
+                end(128 + received[0], f"interrupted. {CONTINUE}")
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt(signum)
+
+    signals, sender = socket.socketpair()
+    sender.setblocking(False)
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous_fd = signal.set_wakeup_fd(sender.fileno())  # C code writes the signal's number there
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous_fd)
+        signal.signal(signal.SIGTERM, previous)
+        sender.close()
+
+
+def end(status: int, line: str) -> NoReturn:
+    """End the process at once: a library's threads may still wait for the network."""
+    print(f"fineweb.py: {line}", file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -912,26 +1174,33 @@ def main(argv: list[str] | None = None) -> None:
 
     Exits with 2 for bad arguments or data, 1 when the work failed, 128 + signal for a signal.
     """
-    go_on = "What is finished stays: run the same command to go on."
-    status, line, previous = 0, "", signal.signal(signal.SIGTERM, interrupt)
     try:
-        args = parse_args(argv)
-        (verify if args.verify else merge if args.merge else build)(args)
-        if argv is None and args.parts > 1:
-            print(f"when all parts are done: python fineweb.py --merge --out {args.out}")
-        elif argv is None:
-            print(suggest(args.out))
-    except (ValueError, FileNotFoundError) as error:
-        status, line = 2, str(error)
+        with end_on_signals():
+            args = parse_args(argv)
+            if args.verify:
+                verify(args)
+            elif args.merge:
+                merge(args)
+            else:
+                build(args)
+            if argv is None:
+                print(suggest(args.out))
+            return
+    except UserError as error:
+        status = 2
+        line = str(error)
     except OSError as error:
-        status, line = 1, f"{error}. {go_on}"
+        status = 1
+        line = f"{error}. {CONTINUE}"
     except KeyboardInterrupt as stop:
-        status, line = 128 + (stop.args or (signal.SIGINT,))[0], f"interrupted. {go_on}"
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    if status:
-        print(f"fineweb.py: {line}", file=sys.stderr)
-        sys.exit(status)
+        status = 128 + (stop.args or (signal.SIGINT,))[0]
+        line = f"interrupted. {CONTINUE}"
+    sys.stdout.flush()
+    line = " ".join(line.split())  # the messages of libraries may have several lines
+    if argv is None:
+        end(status, line)
+    print(f"fineweb.py: {line}", file=sys.stderr)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
 """What fineweb.py promises: exact shards from any documents, whatever interrupts it."""
 
 import gzip
+import io
+import itertools
 import json
 import lzma
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from unittest import mock
 
@@ -67,11 +73,13 @@ def build_partly(files: object, out: Path, *options: object, batches: int) -> No
 
 def stop_early(argv: list[str], batches: int) -> None:
     args = fineweb.parse_args(argv)
-    read, data, _ = fineweb.open_source(args)
+    source = fineweb.open_source(args)
     Path(args.out).mkdir(exist_ok=True)
-    meta = fineweb.prepare_folder(args, data)
-    those = fineweb.make_batches(read(meta["progress"]["position"]))
-    writer = fineweb.ShardWriter(args, meta)
+    meta = fineweb.prepare_folder(args, source)
+    stamps = [fineweb.stamp_file(name) for name in source.names]
+    segments = fineweb.read_segments(source, args, meta["progress"])
+    those = fineweb.make_batches(segments)
+    writer = fineweb.ShardWriter(args, meta, stamps)
     written = fineweb.fill_shards(writer, fineweb.tokenize(those, args.tokenizer, 1))
     for _ in range(batches):
         next(written)
@@ -115,6 +123,12 @@ def to_tokens(texts: list[str]) -> list[int]:
     return [token for text in texts for token in (256, *text.encode())]
 
 
+def to_segments(blocks: list[str]) -> list[fineweb.Segment]:
+    """A document's segments, none of which begins one: what is encoded is its text alone."""
+    texts = fineweb.split_text(blocks)
+    return [fineweb.Segment([0, k, 0], False, text) for k, text in enumerate(texts)]
+
+
 # --------------------------------------------------------------------------------------------------
 # tokens
 
@@ -142,7 +156,8 @@ def test_encoding_is_gpt2s_ordinary_encoding(text: str) -> None:
     """Also of lone surrogates, which JSON may hold, and of the text <|endoftext|>."""
     for whole in (text, text + "<|endoftext|>" + text, text + "\ud800"):
         expected = fineweb.get_tokenizer("gpt2").encode_ordinary(whole)
-        (_, begun), (_, goes_on) = fineweb.encode([([0, 0], whole), (None, whole)], "gpt2")
+        batch = [fineweb.Segment([0, k, 0], k == 0, whole) for k in range(2)]
+        (_, _, begun), (_, _, goes_on) = fineweb.encode(batch, "gpt2")
         assert begun.dtype == np.uint16
         assert begun.tolist() == [50256, *expected]
         assert goes_on.tolist() == expected
@@ -163,8 +178,8 @@ def test_segments_encode_to_the_tokens_of_the_whole(blocks: list[str], chars: in
 @needs_gpt2
 def test_a_megabyte_of_blanks_does_not_overflow_the_tokenizer() -> None:
     """tiktoken's regular expressions fail on some 10**6 blanks before a word."""
-    segments = [(None, text) for text in fineweb.split_text(["word" + " " * 10**6 + "word"])]
-    tokens = np.concatenate([part for _, part in fineweb.encode(segments, "gpt2")]).tolist()
+    segments = to_segments(["word" + " " * 10**6 + "word"])
+    tokens = np.concatenate([part for *_, part in fineweb.encode(segments, "gpt2")]).tolist()
     enc = fineweb.get_tokenizer("gpt2")
     assert tokens == enc.encode("word") + enc.encode(" ") * (10**6 - 1) + enc.encode(" word")
 
@@ -349,7 +364,7 @@ def hub_folder(tmp_path_factory) -> Path:
 
 def hub_options(folder: Path, out: Path, *options: object) -> list[str]:
     argv = ["--dataset", folder, "--out", out, "--tokenizer", "bytes", "--workers", 1]
-    argv += ["--shard_size", 200_000, *options]
+    argv += ["--shard_size", 200_000, "--val_share", 1, *options]
     return [str(word) for word in argv]
 
 
@@ -606,9 +621,9 @@ def test_parts_merge_to_one_dataset(tmp_path: Path, capsys) -> None:
     options = ["--shard_size", 1000, "--val_tokens", 700, "--val_share", 1, "--part"]
     out = tmp_path / "out"
     build(tmp_path / "*.jsonl", out, *options, "2/2")
-    assert "--part 1/2 to be finished" in refuse(capsys, "--merge", "--out", out)
+    assert "finish --part 1/2 first" in refuse(capsys, "--merge", "--out", out)
     build(tmp_path / "*.jsonl", out, *options, "1/2")
-    fineweb.main(["--verify", "--out", str(out)])
+    assert "--merge" in refuse(capsys, "--verify", "--out", out)
     fineweb.main(["--merge", "--out", str(out)])
     fineweb.main(["--verify", "--out", str(out)])
     fineweb.main(["--merge", "--out", str(out)])  # again: nothing changes
@@ -631,7 +646,7 @@ def test_what_to_run_next_is_for_the_command_line_alone(tmp_path: Path, capsys) 
     assert "next:" not in capsys.readouterr().out
     process = start("--files", files, "--out", tmp_path / "out", "--tokenizer", "bytes")
     output, errors = process.communicate(timeout=60)
-    assert output.endswith("tokens teach nothing: more text is needed\n"), errors
+    assert output.endswith("tokens are too few to train on: more text is needed\n"), errors
 
 
 @pytest.mark.parametrize("tokenizer, tokens, words", [
@@ -643,7 +658,7 @@ def test_what_to_run_next_suits_the_amount(tokenizer, tokens, words, tmp_path: P
     folder = tmp_path / "my text"
     folder.mkdir()
     shards = {"docs_train_000000.npy": {"tokens": tokens}, "docs_val_000001.npy": {"tokens": 10**9}}
-    meta = {"tokenizer": tokenizer, "options": {}, "shards": shards}
+    meta = {"tokenizer": tokenizer, "options": {}, "shards": shards, "progress": {}}
     (folder / "meta.json").write_text(json.dumps(meta))
     line = fineweb.suggest(f"{folder}/")
     _, _, script, *argv = shlex.split(line)
@@ -709,7 +724,7 @@ def test_another_tokenizers_folder_is_refused(tmp_path: Path, capsys) -> None:
     files = write_jsonl(tmp_path / "docs.jsonl", random_texts(20, 99))
     build(files, tmp_path / "out")
     line = refuse(capsys, "--files", files, "--out", tmp_path / "out")
-    assert "tokenizer bytes, this run gpt2" in line
+    assert "tokenizer bytes, and this run has gpt2" in line
 
 
 def test_changed_documents_are_refused_in_the_middle(tmp_path: Path, capsys) -> None:
@@ -724,11 +739,12 @@ def test_changed_documents_are_refused_in_the_middle(tmp_path: Path, capsys) -> 
 BAD_ARGUMENTS = {
     "--part 4/3": "expected I/N",
     "--part three": "expected I/N",
-    "--workers 0": "expected 1 or more",
+    "--workers 513": "expected 1 to 512",
+    "--workers 0": "expected 1 to 512",
     "--shard_size -1": "expected 1 or more",
-    "--format bin --shard_size 3000000000": "2**31",
+    "--format bin --shard_size 3000000000": "expected 1 to 2147483647",
     "--files a.jsonl --dataset pydocs": "choose one",
-    "--files nothing*.jsonl --out {out}": "no such files",
+    "--files nothing*.jsonl --out {out}": "no such file",
     "--files {out}/x.csv --out {out}/new": "expected .jsonl",
     "--files {out}/x.jsonl": "--out FOLDER",
     "--dataset {out}/nowhere --out {out}/new": "nowhere",
@@ -754,7 +770,7 @@ BAD_FILES = {
     "null.jsonl": (GOOD + b'{"text": null}', ["line 2", "None"]),
     "list.jsonl": (GOOD + b"[1, 2]", ["line 2", "expected an object"]),
     "json.jsonl": (GOOD * 2 + b'{"text": "cut of', ["line 3", "not JSON"]),
-    "latin1.txt": (b"caf\xe9", ["latin1.txt", "utf-8"]),
+    "latin1.txt": (b"caf\xe9", ["latin1.txt, line 1, byte 4", "0xe9 is not UTF-8"]),
     "cut.jsonl.gz": (gzip.compress(GOOD * 99)[:-9], ["cut.jsonl.gz"]),
     "cut.jsonl.xz": (lzma.compress(GOOD * 99)[:-9], ["cut.jsonl.xz"]),
     "not.jsonl.zst": (b"not zst", ["not.jsonl.zst"]),
@@ -789,3 +805,613 @@ def test_a_missing_column_names_those_that_are_there(hub_folder, tmp_path, capsy
     files = ["--files", f"{hub_folder}/**/*.parquet", "--out", tmp_path / "files"]
     argv = [*files, "--text_key", "body", "--tokenizer", "bytes", "--workers", 1]
     assert "row 1: no key 'body' but text, id" in refuse(capsys, *argv)
+
+
+# --------------------------------------------------------------------------------------------------
+# the hub: a server on this machine speaks as much of its protocol as the datasets library needs
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Serves server.files of one dataset at server.commit; server.trouble(path) may get in the way."""
+
+    protocol_version = "HTTP/1.1"
+
+    def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        for key, value in headers.items():
+            self.send_header(key.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        files, commit = self.server.files, self.server.commit
+        path = self.path.split("?")[0]
+        if asked := re.search(r"/([0-9a-f]{40})\b", path):  # an older commit stays there
+            commit = asked[1]
+        tree = re.fullmatch(r"/api/datasets/me/docs/tree/(\w+)(/data)?", path)
+        resolve = re.fullmatch(r"/datasets/me/docs/resolve/(\w+)/(.*)", path)
+        if path.startswith("/api/datasets/me/docs") and not tree:
+            siblings = [{"rfilename": name} for name in files]
+            info = {"id": "me/docs", "sha": commit, "tags": [], "siblings": siblings}
+            self.reply(200, json.dumps(info).encode(), Content_Type="application/json")
+        elif tree:
+            entries = [
+                {"type": "file", "path": name, "size": len(files[name]), "oid": "0" * 40}
+                for name in files
+            ]
+            entries += [] if tree[2] else [{"type": "directory", "path": "data", "oid": "0" * 40}]
+            self.reply(200, json.dumps(entries).encode(), Content_Type="application/json")
+        elif resolve and resolve[2] in files:
+            headers = {"ETag": f'"{resolve[2]}"', "X_Repo_Commit": commit, "Accept_Ranges": "bytes"}
+            if self.command == "GET":
+                self.server.trouble(resolve[2])
+            body = files[resolve[2]]
+            if span := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                part = body[int(span[1]) : int(span[2]) + 1]
+                end = int(span[1]) + len(part) - 1
+                headers["Content_Range"] = f"bytes {span[1]}-{end}/{len(body)}"
+                self.reply(206, part, **headers)
+            else:
+                self.reply(200, body, **headers)
+        else:
+            self.reply(404, X_Error_Code="EntryNotFound", X_Repo_Commit=commit)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *words: object) -> None:
+        pass
+
+
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def handle_error(self, *words: object) -> None:  # clients are killed, and hang up
+        pass
+
+
+def serve_hub(texts: dict[str, list[str]]) -> ThreadingHTTPServer:
+    """Serve the texts as .parquet files, by their names, in a thread."""
+    import pyarrow
+    from pyarrow import parquet
+
+    server = QuietServer(("127.0.0.1", 0), Hub)
+    server.files = {}
+    for name, lines in texts.items():
+        buffer = io.BytesIO()
+        table = pyarrow.table({"text": lines})
+        parquet.write_table(table, buffer, row_group_size=100, compression="none")
+        server.files[f"data/{name}.parquet"] = buffer.getvalue()
+    server.commit = "a" * 40
+    server.trouble = lambda path: None
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    return server
+
+
+def start_hub(server: ThreadingHTTPServer, home: Path, *options: object, **changes: str):
+    """Start fineweb.py on the server's dataset, with a folder of its own for HF_HOME."""
+    env = os.environ | {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "HF_HUB_OFFLINE": "0"}
+    argv = ["--dataset", "me/docs", "--tokenizer", "bytes", "--workers", 1, *options]
+    return start(*argv, env=env | changes)
+
+
+TRAIN = {f"train-0000{k}-of-00003": random_texts(300, 2000, seed=k) for k in range(3)}
+
+
+def test_ctrl_c_and_sigterm_end_it_while_the_network_is_down(tmp_path: Path) -> None:
+    """A library waits half an hour for the network in C++, where no signal handler runs."""
+    pytest.importorskip("datasets")
+    words = "enough words for a file that is not read at once " * 40  # 24 MB
+    server = serve_hub({"train-00000-of-00001": [f"{k} {words}" for k in range(12_000)]})
+    files, runs = server.files, []
+    for refuses in (False, True):
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            server, reached, forever = serve_hub({}), threading.Event(), threading.Event()
+            server.files = files
+            requests = itertools.count(1)
+
+            def trouble(
+                path, refuses=refuses, server=server, reached=reached, forever=forever, n=requests
+            ) -> None:
+                if next(n) >= 5:  # the first ones read the file's last bytes, and its beginning
+                    if refuses:
+                        server.socket.close()
+                    reached.set()
+                    if refuses:
+                        raise ConnectionResetError
+                    forever.wait()
+
+            server.trouble = trouble
+            name = f"{refuses}{int(signum)}"
+            process = start_hub(server, tmp_path / name, "--out", tmp_path / name / "out")
+            runs.append((process, signum, reached, forever))
+    for process, _, reached, _ in runs:
+        assert reached.wait(60), process.communicate()
+    time.sleep(2)  # seconds: the library is in the middle of its attempts
+    for process, signum, _, _ in runs:
+        process.send_signal(signum)
+    end = time.monotonic() + 7  # seconds
+    for process, signum, _, forever in runs:
+        _, errors = process.communicate(timeout=max(0.1, end - time.monotonic()))
+        forever.set()
+        assert process.returncode == 128 + signum, errors
+        last = errors.strip().split("\n")[-1]
+        assert "interrupted" in last and "same command" in last and "Traceback" not in errors
+
+
+def test_a_run_reads_the_commit_with_which_it_began(tmp_path: Path) -> None:
+    """A new commit on the hub, to the README say, ended the loop of a night."""
+    pytest.importorskip("datasets")
+    server = serve_hub(TRAIN)
+    options = ["--shard_size", 50_000, "--out"]
+    whole = start_hub(server, tmp_path / "hf0", *options, tmp_path / "whole")
+    assert whole.wait(60) == 0, whole.stderr.read()
+
+    def break_connection(path: str) -> None:
+        if "00002-of" in path:
+            process.kill()
+            raise ConnectionResetError
+
+    server.trouble = break_connection
+    process = start_hub(server, tmp_path / "hf1", *options, tmp_path / "out")
+    assert process.wait(60) == -signal.SIGKILL
+    assert len(list((tmp_path / "out").glob("*.npy"))) > 3
+    server.trouble = lambda path: None
+    server.commit = "b" * 40
+    process = start_hub(server, tmp_path / "hf2", *options, tmp_path / "out")
+    assert process.wait(60) == 0, process.stderr.read()
+    assert read_folder(tmp_path / "out") == read_folder(tmp_path / "whole")
+    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
+    assert meta["revision"] == "a" * 40
+
+
+def test_a_copy_in_hf_home_is_read_offline(tmp_path: Path) -> None:
+    """What the message without a network advises must work."""
+    pytest.importorskip("datasets")
+    server = serve_hub(TRAIN)
+    for number, offline in enumerate("01"):
+        options = ["--no-streaming", "--out", tmp_path / offline]
+        process = start_hub(server, tmp_path / "hf", *options, HF_HUB_OFFLINE=offline)
+        assert process.wait(60) == 0, process.stderr.read()
+        if number == 0:
+            server.shutdown()
+            server.socket.close()
+    assert read_folder(tmp_path / "0") == read_folder(tmp_path / "1")
+    process = start_hub(server, tmp_path / "hf", "--out", tmp_path / "2", HF_HUB_OFFLINE="1")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "--no-streaming" in errors.strip().split("\n")[-1]
+
+
+def test_an_address_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    """A misspelt HF_ENDPOINT and no network at all called for the same advice."""
+    pytest.importorskip("datasets")
+    address = "http://127.0.0.1:1"
+    env = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    process = start("--tokenizer", "bytes", "--out", tmp_path / "out", env=env)
+    _, errors = process.communicate(timeout=60)
+    line = errors.strip().split("\n")[-1]
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert f"{address} cannot be reached (HF_ENDPOINT" in line
+
+
+def test_the_validation_split_of_a_dataset_is_mentioned(tmp_path: Path) -> None:
+    """It was left out without a word; and val was nearly all of a dataset just above a shard."""
+    pytest.importorskip("datasets")
+    server = serve_hub(TRAIN | {"validation-00000-of-00001": ["val"] * 9})
+    options = ["--out", tmp_path / "out", "--shard_size", 700_000]
+    process = start_hub(server, tmp_path / "hf", *options)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "split validation is not used" in output, errors
+    val, train = (len(read_split(tmp_path / "out", split)) for split in ("val", "train"))
+    assert val + train > 800_000 and 0.08 < val / (val + train) < 0.13
+
+
+# --------------------------------------------------------------------------------------------------
+# sources that change, files amiss
+
+
+def split_files(folder: Path) -> list[Path]:
+    """Three files, each of which fills some shards of 50,000 tokens."""
+    folder.mkdir(exist_ok=True)
+    return [
+        write_jsonl(folder / f"docs{k}.jsonl", random_texts(450, 1500, seed=k)) for k in range(3)
+    ]
+
+
+SMALL = ["--shard_size", 50_000]
+
+
+def test_an_edit_of_the_same_size_is_noticed(tmp_path: Path, capsys) -> None:
+    """Shards half of the old text and half of the new one. What was not read yet may change."""
+    paths = split_files(tmp_path / "in")
+    out = tmp_path / "out"
+    build_partly(tmp_path / "in/*", out, *SMALL, batches=1)  # into the second file
+    progress = json.loads((out / "meta.json").read_text())["progress"]
+    assert progress["position"][0] == 1 and progress["position"][1] > 10
+    argv = ["--files", tmp_path / "in/*", "--out", out, "--tokenizer", "bytes", *SMALL]
+    for path in paths[:2]:
+        content, status = path.read_bytes(), path.stat()
+        path.write_bytes(content.replace(b"cat", b"dog", 1))
+        assert f"{path} changed" in refuse(capsys, *argv, "--workers", 1)
+        path.write_bytes(content)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    paths[1].touch()  # the text that was read is the same
+    paths[2].write_bytes(paths[2].read_bytes().replace(b"cat", b"dog"))
+    build(tmp_path / "in/*", out, *SMALL)
+    assert read_folder(out) == read_folder(build(tmp_path / "in/*", tmp_path / "new", *SMALL))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_a_repaired_file_does_not_cost_the_run(kind: str, tmp_path: Path, capsys) -> None:
+    """A truncated file was replaced, and all that had been read of it is the same as before."""
+    (tmp_path / "in").mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in random_texts(2000, 3000, seed=5)]
+    packed = gzip.compress("".join(lines).encode(), mtime=0)
+    paths = [tmp_path / f"in/{name}.{kind}.gz" for name in "abc"]
+    for path in paths:
+        path.write_bytes(packed)
+    paths[1].write_bytes(packed[: len(packed) * 9 // 10])
+    out = tmp_path / "out"
+    size = ["--shard_size", 200_000]
+    argv = ["--files", tmp_path / "in/*", "--out", out, "--tokenizer", "bytes", *size]
+    assert str(paths[1]) in refuse(capsys, *argv, "--workers", 1)
+    progress = json.loads((out / "meta.json").read_text())["progress"]
+    assert progress["position"][0] == 1 and progress["position"][1] > 5
+    paths[1].write_bytes(packed)
+    build(tmp_path / "in/*", out, *size)
+    assert read_shards(out) == read_shards(build(tmp_path / "in/*", tmp_path / "new", *size))
+
+
+def test_a_shorter_file_is_noticed(tmp_path: Path, capsys) -> None:
+    """A file that ends before the place at which to go on has no such place."""
+    paths = split_files(tmp_path / "in")
+    build_partly(tmp_path / "in/*", tmp_path / "out", *SMALL, batches=1)
+    paths[1].write_text(json.dumps({"text": "short"}))
+    argv = ["--files", tmp_path / "in/*", "--out", tmp_path / "out", "--tokenizer", "bytes", *SMALL]
+    assert f"{paths[1]} changed" in refuse(capsys, *argv, "--workers", 1)
+
+
+def test_a_file_that_is_added_or_removed_is_noticed(tmp_path: Path, capsys) -> None:
+    """The next start counted other files. That the whole folder moves is no change."""
+    split_files(tmp_path / "in")
+    os.chdir(tmp_path)
+    argv = ["--files", "in/*", "--out", tmp_path / "out", "--tokenizer", "bytes", *SMALL]
+    build_partly("in/*", tmp_path / "out", *SMALL, batches=1)
+    write_jsonl(tmp_path / "in/added.jsonl", ["text"])
+    assert "its list of files" in refuse(capsys, *argv, "--workers", 1)
+    (tmp_path / "in/added.jsonl").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "in").rename(tmp_path / "elsewhere/in")
+    os.chdir(tmp_path / "elsewhere")
+    build("in/*", tmp_path / "out", *SMALL)
+    assert read_folder(tmp_path / "out") == read_folder(build("in/*", tmp_path / "new", *SMALL))
+
+
+@pytest.mark.parametrize("folders", [1, 2])
+def test_parts_of_other_files_are_not_merged(folders: int, tmp_path: Path, capsys) -> None:
+    """A file added between two parts: documents twice and others never, and --verify content."""
+    for k in range(4):
+        write_jsonl(tmp_path / f"docs{k}.jsonl", random_texts(30, 200, seed=k))
+    outs = [tmp_path / "out", tmp_path / f"out{folders}"][:folders]
+    build(tmp_path / "*.jsonl", outs[0], "--part", "1/2")
+    write_jsonl(tmp_path / "added.jsonl", ["text"])
+    argv = ["--files", tmp_path / "*.jsonl", "--tokenizer", "bytes", "--workers", 1]
+    if folders == 1:  # the second part sees the first
+        line = refuse(capsys, *argv, "--part", "2/2", "--out", outs[0])
+    else:  # made on another machine, and copied
+        build(tmp_path / "*.jsonl", outs[1], "--part", "2/2")
+        for path in outs[1].iterdir():
+            path.rename(outs[0] / path.name)
+        line = refuse(capsys, "--merge", "--out", outs[0])
+    assert "its list of files" in line and not (outs[0] / "meta.json").exists()
+
+
+def test_parts_are_no_dataset_until_they_are_merged(tmp_path: Path, capsys) -> None:
+    """Parts 1/3 and 3/3 were approved; so was an unfinished run. progress.done tells the trainer."""
+    for k in range(3):
+        write_jsonl(tmp_path / f"docs{k}.jsonl", random_texts(30, 200, seed=k))
+    out = tmp_path / "out"
+    for part in ("1/3", "3/3"):
+        build(tmp_path / "*.jsonl", out, "--part", part)
+    assert "--part 2/3 is missing" in refuse(capsys, "--verify", "--out", out)
+    build(tmp_path / "*.jsonl", out, "--part", "2/3")
+    assert "--merge" in refuse(capsys, "--verify", "--out", out)
+    assert not (out / "meta.json").exists()
+    fineweb.main(["--merge", "--out", str(out)])
+    assert json.loads((out / "meta.json").read_text())["progress"]["done"] is True
+    build(tmp_path / "*.jsonl", out, "--part", "2/3", "--overwrite")
+    assert not (out / "meta.json").exists(), "its list of shards is of the part before"
+    fineweb.main(["--merge", "--out", str(out)])
+    fineweb.main(["--verify", "--out", str(out)])
+    split_files(tmp_path / "in")
+    build_partly(tmp_path / "in/*", tmp_path / "half", *SMALL, batches=2)
+    assert json.loads((tmp_path / "half/meta.json").read_text())["progress"]["done"] is False
+    assert "is not finished" in refuse(capsys, "--verify", "--out", tmp_path / "half")
+
+
+def test_a_sisters_fresh_shard_is_not_foreign(tmp_path: Path, monkeypatch) -> None:
+    """A part that finishes a shard while another one starts: "delete it", it was told."""
+    for k in range(2):
+        write_jsonl(tmp_path / f"docs{k}.jsonl", random_texts(30, 200, seed=k))
+    list_folder = os.listdir
+
+    def list_late(folder: object) -> list[str]:
+        """List the folder as it is after a moment in which the sister part got ready."""
+        monkeypatch.setattr(os, "listdir", list_folder)
+        build(tmp_path / "*.jsonl", tmp_path / "out", "--part", "2/2")
+        return list_folder(folder)
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "listdir", list_late)
+    build(tmp_path / "*.jsonl", tmp_path / "out", "--part", "1/2")
+    fineweb.main(["--merge", "--out", str(tmp_path / "out")])
+
+
+def test_a_shard_lost_between_two_starts_is_noticed(tmp_path: Path, capsys) -> None:
+    """It was counted as finished, and the hole was found by --verify alone."""
+    split_files(tmp_path / "in")
+    out = tmp_path / "out"
+    argv = ["--files", tmp_path / "in/*", "--out", out, "--tokenizer", "bytes", *SMALL]
+    build_partly(tmp_path / "in/*", out, *SMALL, batches=2)
+    lost = sorted(out.glob("*.npy"))[1]
+    content = lost.read_bytes()
+    for rest in (b"", content[:-1]):
+        lost.write_bytes(rest)
+        assert f"{lost} is missing or cut short" in refuse(capsys, *argv, "--workers", 1)
+    lost.unlink()
+    assert f"{lost} is missing or cut short" in refuse(capsys, *argv, "--workers", 1)
+    lost.write_bytes(content)
+    build(tmp_path / "in/*", out, *SMALL)
+    fineweb.main(["--verify", "--out", str(out)])
+
+
+def test_a_shard_can_be_made_again_as_verify_says(tmp_path: Path, capsys) -> None:
+    """It named the damage, and neither what to do nor how."""
+    split_files(tmp_path / "in")
+    out = build(tmp_path / "in/*", tmp_path / "out", *SMALL)
+    lost = sorted(out.glob("*.npy"))[3]
+    lost.unlink()
+    assert "with another --out" in refuse(capsys, "--verify", "--out", out)
+    build(tmp_path / "in/*", tmp_path / "again", *SMALL)
+    (tmp_path / "again" / lost.name).rename(lost)
+    fineweb.main(["--verify", "--out", str(out)])
+
+
+def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    """A kill in the middle of writing meta.json leaves it under a temporary name."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(90, 99))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/meta.json.1234.tmp").write_text("{")
+    whole = build(files, tmp_path / "whole")
+    assert read_folder(build(files, tmp_path / "out")) == read_folder(whole)
+
+
+def test_files_are_what_they_are_called(tmp_path: Path, capsys, monkeypatch) -> None:
+    """Brackets in a name, a misspelt second name, and one file by three spellings."""
+    monkeypatch.chdir(tmp_path)
+    names = ["notes [draft].txt", "br[1].txt", "br1.txt"]
+    for name in names:
+        Path(name).write_text(f"the text of {name}")
+    for name in names:
+        out = tmp_path / name.replace(".", "_")
+        assert Path(name).read_text() in bytes_of(build(name, out))
+    spellings = ["br1.txt", "./br1.txt", tmp_path / "br1.txt", "b?1.txt"]
+    argv = ["--tokenizer", "bytes", "--workers", 1, "--out", tmp_path / "one", "--files"]
+    fineweb.main([str(word) for word in [*argv, *spellings]])
+    assert bytes_of(tmp_path / "one").count("the text") == 1
+    argv = ["--tokenizer", "bytes", "--out", tmp_path / "two", "--files"]
+    assert "br2.txt: there is no such file" in refuse(capsys, *argv, "br1.txt", "br2.txt")
+    assert "x*.txt: there is no such file" in refuse(capsys, *argv, "br1.txt", "x*.txt")
+
+
+def bytes_of(folder: Path) -> str:
+    """Both splits as text."""
+    tokens = read_split(folder, "val") + read_split(folder, "train")
+    return bytes(token for token in tokens if token < 256).decode()
+
+
+@pytest.mark.parametrize("suffix", ["gz", "xz", "zst"])
+def test_a_compressed_file_without_a_byte_is_refused(suffix: str, tmp_path, capsys) -> None:
+    """A download that failed counted as an empty corpus."""
+    path = tmp_path / f"docs.jsonl.{suffix}"
+    path.write_bytes(b"")
+    argv = ["--files", path, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    line = refuse(capsys, *argv)
+    assert str(path) in line and "0 bytes" in line
+
+
+@pytest.mark.parametrize("suffix, pack", [("gz", gzip.compress), ("xz", lzma.compress)])
+def test_a_flipped_bit_loses_nothing_silently(suffix, pack, tmp_path: Path) -> None:
+    """In the header of an .xz's second stream it ended the file early, with status 0."""
+    texts = [b"the first stream " * 20, b"the second stream " * 20]
+    first, second = (pack(text) for text in texts)
+    path = tmp_path / f"docs.txt.{suffix}"
+    padding = b"\0" * 8  # which both formats allow
+    path.write_bytes(first + padding + second)
+    assert b"".join(fineweb.read_bytes(str(path))) == b"".join(texts)
+    for bit in range(8 * len(second)):
+        flipped = bytearray(second)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(first + flipped)
+        try:
+            text = "".join(text for blocks in fineweb.read_file(str(path), "") for text in blocks)
+        except fineweb.UserError as error:
+            assert str(path) in str(error)
+        else:
+            assert text.encode() == b"".join(texts), bit
+
+
+@pytest.mark.parametrize("name", ["docs.txt", "docs.jsonl", "bom.txt"])
+def test_what_is_not_utf8_is_named_by_file_line_and_byte(name: str, tmp_path, capsys) -> None:
+    """One bad byte in 45 GB could not be found."""
+    good = json.dumps({"text": "é" * 99}, ensure_ascii=False).encode() + b"\n"
+    content = b"\xef\xbb\xbf" * (name == "bom.txt") + good * 10_000  # 2.1 MB, three blocks
+    path = tmp_path / name
+    argv = ["--files", path, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    for bad in (b'{"text": "caf\xe9"}', b"\xc3"):  # in the middle; a character cut off at the end
+        path.write_bytes(content + bad)
+        where = len(content) + bad.index(bad.lstrip(b'{"tex: caf')) + 1
+        line = refuse(capsys, *argv)
+        assert f"{path}, line 10001, byte {where} of the file: 0x" in line, line
+
+
+# --------------------------------------------------------------------------------------------------
+# texts that are hard to cut, workers that fail
+
+
+HARD = {
+    "dna": "ACGT",
+    "base64": "aB3/+xY9",
+    "no-break spaces": "\u00a0",
+    "ideographs": "漢字",
+}
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_a_text_without_white_space_is_cut_as_it_is_read(name: str) -> None:
+    """All of it was kept, and searched again for every block: 80 MB took 158 s, and 2 GiB."""
+    size = 5 * 10**6  # characters
+    text = (HARD[name] * (size // len(HARD[name]) + 1))[:size]
+    in_hand = 0
+
+    def read(block: int) -> Iterator[str]:
+        nonlocal in_hand
+        for start in range(0, size, block):
+            in_hand += block
+            yield text[start : start + block]
+
+    segments = []
+    for segment in fineweb.split_text(read(2**20)):
+        assert in_hand <= fineweb.LONGEST_SEGMENT + 2**20 + 2, "more is kept than is needed"
+        in_hand -= len(segment)
+        segments.append(segment)
+    assert "".join(segments) == text and max(map(len, segments)) <= fineweb.LONGEST_SEGMENT
+    assert list(fineweb.split_text(read(700_000))) == segments, "the blocks must not matter"
+    assert list(fineweb.split_text([text])) == segments
+
+
+@needs_gpt2
+def test_a_million_no_break_spaces_are_tokens(tmp_path: Path) -> None:
+    """tiktoken's regular expressions failed on 1.2 million of them in a word's way."""
+    text = "word" + "\u00a0" * 1_200_000 + "word"
+    files = write_jsonl(tmp_path / "docs.jsonl", [text, "another"])
+    build(files, tmp_path / "out", tokenizer="gpt2")
+    enc = fineweb.get_tokenizer("gpt2")
+    tokens = read_split(tmp_path / "out", "val") + read_split(tmp_path / "out", "train")
+    assert sorted(enc.decode(tokens)) == sorted(f"<|endoftext|>{text}<|endoftext|>another")
+
+
+@needs_gpt2
+@settings(exact, max_examples=300)
+@given(
+    st.text(st.sampled_from("ab1'sé٣ \u00a0\u3000\u1680\x1c\n漢"), max_size=60), st.integers(1, 30)
+)
+def test_every_place_to_cut_is_one_of_gpt2s(text: str, chars: int) -> None:
+    """Between letters and digits and at any white space: the tokens are those of the whole."""
+    encode = fineweb.get_tokenizer("gpt2").encode_ordinary
+    segments = fineweb.split_text([text], chars)
+    assert [token for part in segments for token in encode(part)] == encode(text)
+
+
+@needs_gpt2
+def test_an_exception_of_a_worker_is_not_called_a_lack_of_memory() -> None:
+    """The parent raises it, with the worker's traceback."""
+    bad = fineweb.Segment([0, 0, 0], True, "word" + "\u00a0" * 1_200_000 + "word")  # not cut
+    with pytest.raises(ValueError, match="regex") as error_info:
+        list(fineweb.tokenize([[bad]], "gpt2", 2))
+    assert "in encode" in error_info.value.__notes__[0]
+
+
+def test_a_bug_is_a_traceback(tmp_path: Path, monkeypatch) -> None:
+    """A ValueError of the code itself was taken for the user's mistake."""
+
+    def fail(*words: object, **options: object) -> None:
+        raise ValueError("a bug")
+
+    files = write_jsonl(tmp_path / "docs.jsonl", ["a", "b"])
+    monkeypatch.setattr(np, "concatenate", fail)
+    with pytest.raises(ValueError, match="a bug"):
+        build(files, tmp_path / "out")
+
+
+def test_a_vocabulary_beyond_uint16_is_refused() -> None:
+    """Its tokens wrapped around without a word."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    enc = fineweb.tiktoken.Encoding(
+        "large", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 2**16}
+    )
+    with pytest.raises(fineweb.UserError, match="uint16"):
+        fineweb.check_vocabulary(enc)
+    assert fineweb.check_vocabulary(fineweb.get_tokenizer("bytes")).n_vocab == 257
+
+
+# --------------------------------------------------------------------------------------------------
+# what messages advise
+
+
+def test_overwrite_works_where_it_is_advised(tmp_path: Path, capsys) -> None:
+    """And is not advised where it cannot help."""
+    for k in range(2):
+        write_jsonl(tmp_path / f"docs{k}.jsonl", random_texts(30, 200, seed=k))
+    files = tmp_path / "*.jsonl"
+    argv = ["--files", files, "--tokenizer", "bytes", "--workers", 1, "--out"]
+    out = build(files, tmp_path / "out")
+    for change in (["--shard_size", 500], ["--format", "bin"], ["--val_share", 0.3]):
+        assert "--overwrite" in refuse(capsys, *argv, out, *change)
+        build(files, out, *change, "--overwrite")
+        new = build(files, tmp_path / f"new{change[0]}", *change)
+        assert read_folder(out) == read_folder(new)
+    assert "--overwrite" not in refuse(capsys, *argv, out, "--part", "1/2")
+    parts = tmp_path / "parts"
+    for part in ("1/2", "2/2"):
+        build(files, parts, "--part", part)
+    fineweb.main(["--merge", "--out", str(parts)])
+    assert "--overwrite" not in refuse(capsys, *argv, parts, "--overwrite")
+    build_partly(files, tmp_path / "half", "--shard_size", 500, batches=1)
+    write_jsonl(tmp_path / "docs0.jsonl", random_texts(31, 200, seed=7))
+    options = ["--shard_size", 500]
+    assert "--overwrite" in refuse(capsys, *argv, tmp_path / "half", *options)
+    build(files, tmp_path / "half", *options, "--overwrite")
+    assert read_folder(tmp_path / "half") == read_folder(build(files, tmp_path / "7", *options))
+
+
+@pytest.mark.parametrize("content", [
+    '{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}', "[1]", "{", '{"options": {}}',
+    '{"version": 3, "source": "x", "options": {}, "shards": {}, "progress": {"done": true}}',
+])  # fmt: skip
+def test_a_meta_json_of_another_version_is_one_line(content: str, tmp_path, capsys) -> None:
+    """It was a KeyError's traceback."""
+    files = write_jsonl(tmp_path / "docs.jsonl", ["a", "b"])
+    (tmp_path / "meta.json").write_text(content)
+    argv = ["--files", files, "--out", tmp_path, "--tokenizer", "bytes"]
+    for options in (argv, ["--verify", "--out", tmp_path], ["--merge", "--out", tmp_path]):
+        assert str(tmp_path / "meta.json") in refuse(capsys, *options)
+
+
+def test_an_older_unfinished_run_is_not_continued(tmp_path: Path, capsys) -> None:
+    """Its position means something else. A finished one stays as it is."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(90, 999))
+    out = build(files, tmp_path / "out", "--shard_size", 900)
+    meta = json.loads((out / "meta.json").read_text())
+    del meta["version"], meta["revision"], meta["progress"]["read"]
+    (out / "meta.json").write_text(json.dumps(meta))
+    argv = ["--files", files, "--out", out, "--tokenizer", "bytes", "--shard_size", 900]
+    fineweb.main([str(word) for word in argv])
+    fineweb.main(["--verify", "--out", str(out)])
+    meta["progress"] |= {"done": False, "position": [0, 30]}
+    (out / "meta.json").write_text(json.dumps(meta))
+    assert "older version" in refuse(capsys, *argv)
+    build(files, out, "--shard_size", 900, "--overwrite")
+
+
+@pytest.mark.parametrize("total", [2300, 2400, 2569, 4000])
+def test_next_validates_only_where_there_is_a_window(total: int, tmp_path: Path) -> None:
+    """A corpus of 2,223 to 2,569 tokens has 222 to 256 of validation, less than a window."""
+    out = build(write_jsonl(tmp_path / "docs.jsonl", ["x" * (total - 1)]), tmp_path / "out")
+    meta = json.loads((out / "meta.json").read_text())
+    (out / "meta.json").write_text(json.dumps(meta | {"tokenizer": "gpt2"}))  # the same counts
+    val = meta["progress"]["tokens"]["val"]
+    assert ("--val_every 0" in fineweb.suggest(str(out))) == (val < 257)
