@@ -17,7 +17,7 @@ size, nh the number of attention heads, hs the size of a head, and N = B * T a n
 flag has the same name on the command line, in `args` and in a checkpoint.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
-the hyperparameters, build-nanogpt and llm.c for the file formats.
+the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for the file formats.
 """
 
 import argparse
@@ -88,7 +88,8 @@ SIZES = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M."""
+    """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M. A
+    checkpoint keeps its config; a field that it lacks gets the default."""
 
     n_layer: int = 12
     n_head: int = 12
@@ -137,7 +138,7 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # 4 C channels, as in GPT-2
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # init_weights knows this name
 
     def forward(self, x: Tensor) -> Tensor:
         # GPT-2 was trained with the tanh approximation of GELU
@@ -156,7 +157,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
-        # x itself is never normalized, so gradients reach every block unchanged
+        # The residual stream x is not normalized between blocks. In the backward pass each "x +"
+        # hands the gradient on to the earlier blocks unchanged
         x = x + self.attn(self.ln_1(x), cache)
         return x + self.mlp(self.ln_2(x))
 
@@ -184,14 +186,15 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(C, padded_vocab_size, bias=False)
         # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
         # similar meanings should have similar rows in both, and it saves 39M parameters. To untie
-        # the matrices, delete this line; nothing else depends on it
+        # the matrices, delete this line. Training and checkpoints need no other change, but GPT-2's
+        # own weights, which are tied, can then be neither loaded nor exported
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
     def init_weights(self) -> None:
         """Draw the initial weights as build-nanogpt does. The weights of LayerNorms stay 1."""
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
-        # deviation by sqrt(2 * n_layer) keeps the variance of the sum the same at every depth
+        # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
         # The tied matrix is listed under both of its names and therefore drawn twice, as in
         # build-nanogpt, so that a seed gives the same weights there and here
@@ -202,7 +205,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        # The padded rows belong to no token. They stay zero, because they get no gradient
+        # The padded rows belong to no token. linear_cross_entropy masks their logits, so they get
+        # no gradient and stay zero
         for matrix in (self.transformer.wte.weight, self.lm_head.weight):
             matrix.data[self.config.vocab_size :] = 0
 
@@ -235,7 +239,8 @@ class GPT(nn.Module):
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x, cache[i] if cache else None)
-        x = self.transformer.ln_f(x).to(x.dtype)  # autocast lets LayerNorm return float32
+        # Autocast lets LayerNorm return float32; the fused loss needs the residual stream's dtype
+        x = self.transformer.ln_f(x).to(x.dtype)
         V = self.config.vocab_size
         if targets is None:
             return self.lm_head(x)[..., :V].float()  # without the padded columns
@@ -251,7 +256,7 @@ class GPT(nn.Module):
         source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
         model.load_weights(source["model"])
-        return model
+        return model.eval()
 
     def check_weights(self, weights: dict[str, Tensor]) -> None:
         """Raise UserError unless the weights have the names and shapes of this model's parameters.
@@ -272,7 +277,8 @@ class GPT(nn.Module):
     ) -> list[torch.optim.Optimizer]:
         """Return a list of optimizers that together update every parameter. Here it holds one
         AdamW, with the betas and eps of the GPT-3 paper; a fork may add others. Matrices and
-        embeddings decay. Biases and LayerNorms do not: decay is there to keep matrices small."""
+        embeddings decay, which keeps them small. Biases and LayerNorms do not, because decay would
+        pull the scales of LayerNorms away from 1."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]  # biases and LayerNorm weights
         groups = [
@@ -386,7 +392,7 @@ def read_meta(data_dir: str) -> dict:
 
 def read_shard(path: Path) -> np.ndarray:
     """Return the tokens of a shard, (n,) uint16, memory-mapped. A shard is a .npy file or one of
-    llm.c's .bin files. Raises UserError if the file is damaged or something else."""
+    llm.c's .bin files. Raises UserError if the file is damaged or is not a shard."""
     with reading(path):
         if path.suffix == ".bin":
             # The header is 256 int32: a magic number, version 1, the number of tokens, then zeros
@@ -444,7 +450,7 @@ class DataLoaderLite:
     """Serve batches of (B, T) tokens; every process gets its share. (The name is build-nanogpt's.)
 
     Each shard is cut into windows of T inputs and one more token, the last target, so neighbouring
-    windows share a token. What is left at the end of a shard, less than T + 1 tokens, is not used.
+    windows share a token. What is left at the end of a shard, at most T tokens, is not used.
     A window may hold several documents, whose tokens attend to each other, as in GPT-2's training.
 
     All processes read one common sequence of windows, and an optimizer step takes the same windows
@@ -462,12 +468,12 @@ class DataLoaderLite:
         self.names = list(self.shards)
         self.windows_per_shard = count_windows(self.shards, self.T)
         self.windows = int(self.windows_per_shard.sum())  # in an epoch
-        # One thread loads the next batch while the GPU computes. More could change the order
+        # One thread loads the next batch while the GPU computes
         self.worker = ThreadPoolExecutor(1)
         self.reset()
 
     def reset(self, position: int = 0) -> None:
-        """Continue after the first `position` windows of the run, and start to load that batch."""
+        """Go to window `position` of the run, and start to load the batch that begins there."""
         self.position = position  # a count of windows: all that resuming needs
         first = position + self.run.rank * self.B  # process r takes the r-th B windows
         self.pending = self.worker.submit(self._load, first)
@@ -520,14 +526,14 @@ def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
 # the learning rate, and which updates to skip
 
 
-# t goes from 0, at the end of the warmup, to 1, at the end of the run. Each function returns where
-# the learning rate is between min_lr (0) and max_lr (1). Add a function here to add a schedule. wsd
-# stands for warmup, stable, decay (arXiv:2405.18392)
+# t goes from 0, at the end of the warmup, to 1, at the end of the run; w is the share of the steps
+# that warm up. Each function returns where the learning rate is between min_lr (0) and max_lr (1).
+# Add a function here to add a schedule. wsd stands for warmup, stable, decay (arXiv:2405.18392)
 SCHEDULES = {
-    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
-    "linear": lambda t: 1 - t,
-    "constant": lambda t: 1.0,
-    "wsd": lambda t: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
+    "cosine": lambda t, w: 0.5 * (1 + math.cos(math.pi * t)),
+    "linear": lambda t, w: 1 - t,
+    "constant": lambda t, w: 1.0,
+    "wsd": lambda t, w: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
 }
 
 
@@ -536,17 +542,20 @@ def get_lr(step: int, args: Namespace) -> float:
     if step < args.warmup_steps:  # step + 1, because a first rate of 0 would waste the update
         return args.max_lr * (step + 1) / args.warmup_steps
     t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    return args.min_lr + SCHEDULES[args.schedule](t) * (args.max_lr - args.min_lr)
+    w = args.warmup_steps / max(1, args.max_steps)
+    return args.min_lr + SCHEDULES[args.schedule](t, w) * (args.max_lr - args.min_lr)
 
 
 def z_score(window: list[float], value: float) -> float:
     """Append value to the window, which keeps the last 128 values, and return how many standard
-    deviations it is above their mean. Return nan if the window was not full yet or the value is not
-    finite; such a value is not appended. No comparison with nan is true. Source: llm.c."""
+    deviations it is above their mean. Return nan if the window was not full before or its values
+    are all equal. Return nan for a value that is not finite, too, and do not append it. The caller
+    tests `limit < z`, which is false for nan, so nan never marks an outlier. Source: llm.c."""
     if not math.isfinite(value):
         return math.nan
     was_full = len(window) == 128
-    window[:] = [*window[-127:], value]
+    window.append(value)
+    del window[:-128]
     deviation = float(np.std(window))
     if not was_full or deviation == 0:
         return math.nan
@@ -611,8 +620,8 @@ class Run:
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all processes, bit for bit the same in each. `values` is
-        overwritten. No process passes before all have arrived, so the program needs no other
-        barrier."""
+        overwritten. Reading the result on the CPU waits until every process has made this call, so
+        the program needs no other barrier."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values / self.world_size
@@ -621,14 +630,13 @@ class Run:
         """Return whether the condition holds in every process."""
         return self.mean(torch.tensor(float(condition), device=self.device)).item() == 1
 
-    def require_same(self, what: str, value: str) -> None:
-        """Raise UserError in every process unless all of them have the same value."""
-        values = [value]
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all processes, the same list in each."""
+        texts = [text]
         if self.world_size > 1:
-            values = [None] * self.world_size
-            dist.all_gather_object(values, value)
-        different = sorted(set(values))
-        require(len(different) == 1, f"the processes have different {what}: {different}")
+            texts = [""] * self.world_size
+            dist.all_gather_object(texts, text)
+        return texts
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -677,6 +685,7 @@ def setup_run(args: Namespace) -> Run:
     # In PyTorch 2.11 the key of the cache of compiled graphs lacks autocast's dtype. A bfloat16 run
     # after a float16 run would be given the float16 graph and would not learn. Add dtype to the key
     torch.compiler.config.cache_key_tag = dtype
+    # Compilation fuses small operations into few kernels, which saves memory traffic
     can_compile = capability >= (7, 0) and triton is not None
     return Run(device, dtype, first_given(args.compile, can_compile), rank, world_size)
 
@@ -763,7 +772,7 @@ def save_checkpoint(
     if any(optimizer.state for optimizer in optimizers):
         optimizer_state = dcp.get_optimizer_state_dict(model, optimizers, options=FULL)
     if run.rank == 0:
-        # Unlike the state, named_parameters lists a tied matrix once
+        # The state dict lists a tied matrix under both names, named_parameters lists it once
         weights = {name: weights[name] for name, _ in model.named_parameters()}
         try:
             with atomic_write(path) as file:
@@ -830,9 +839,13 @@ def find_checkpoint(args: Namespace) -> dict:
         return {}
     for path in reversed(paths):
         try:  # a power failure can damage the newest file
-            return load_checkpoint(path)
+            checkpoint = load_checkpoint(path)
+            missing = {"step", "position", "optimizer", "scaler", "data"} - checkpoint.keys()
+            require(not missing, f"{path} has no {missing}")
+            return checkpoint
         except UserError as error:
             print0(f"warning: {error}; trying the checkpoint before it")
+    # Without any checkpoint --resume starts a new run, so that one command serves every start
     require(not paths, f"no checkpoint in {args.log_dir} can be read; --overwrite deletes them all")
     return {}
 
@@ -871,8 +884,7 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
     model.eval()
     loader.reset()
     windows = min(max(1, tokens // loader.T), loader.windows)
-    first_row = run.rank * loader.B
-    rows = torch.arange(first_row, first_row + loader.B, device=run.device)[:, None]  # (B, 1)
+    rows = run.rank * loader.B + torch.arange(loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
     for first in range(0, windows, loader.B * run.world_size):
         x, y = loader.next_batch()
@@ -1036,12 +1048,15 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     if checkpoint:
         check_resume(args, data, checkpoint)
     start = checkpoint.get("step", 0)  # updates done
-    run.require_same("checkpoints or data", f"step {start}, {data['data']}, {data['data_sample']}")
+    views = sorted(set(run.gather(f"step {start}, {data['data']}, {data['data_sample']}")))
+    require(len(views) == 1, f"the processes have different checkpoints or data: {views}")
     B, T, V = args.batch_size, args.seq_len, config.vocab_size
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
     shuffle_seed = args.seed if args.shuffle else None
     train_loader = DataLoaderLite(train_shards, B, T, V, shuffle_seed, run)
-    val_shards = open_shards(args.data_dir, "val") if args.val_every else train_shards
+    val_shards = train_shards  # never read if --val_every is 0
+    if args.val_every:
+        val_shards = open_shards(args.data_dir, "val")
     val_loader = DataLoaderLite(val_shards, B, T, V, None, run)
     # Fetch what evaluation needs now, so that nobody waits for a download in mid-training
     hellaswag_file = find_hellaswag(args, run)
@@ -1051,14 +1066,16 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     # The model. Draw the weights on the CPU, so that a seed gives the same ones on every device.
     # After that PyTorch's global generator is not used: there is no dropout, and the data order and
     # the samples have generators of their own. So a checkpoint needs no random state. (A fork with
-    # dropout stays exact if it calls torch.manual_seed(args.seed + step) before each step)
+    # dropout stays exact if each step begins with a torch.manual_seed of its own, made of the seed,
+    # the step and the rank)
     torch.manual_seed(args.seed)
     raw_model = GPT(config, args.recompute)
     if source:  # the checkpoint to resume, or the model of --init_from
         raw_model.load_weights(source["model"])
     raw_model.to(run.device)
     if run.compile:
-        raw_model.compile(dynamic=False)  # in place, so the parameters keep their names
+        # Every batch has the same shape. Compiling in place lets the parameters keep their names
+        raw_model.compile(dynamic=False)
     model = raw_model  # model is for training, raw_model for evaluation and checkpoints
     if run.world_size > 1:
         # DDP gives every process the weights of the first one, and averages the gradients. With
@@ -1097,8 +1114,8 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             "norm_window": norm_window,
             "config": asdict(config),  # these two rebuild the model and the run
             "args": vars(args),
-            "world_size": run.world_size,  # these identify the run
-            **data,
+            "world_size": run.world_size,  # if it differs, --resume chooses B again
+            **data,  # --resume refuses other data
             "val_loss": val_loss,  # for people and tools
         }
         path = Path(args.log_dir, f"model_{step:05d}.pt")
@@ -1106,9 +1123,10 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if skipped == 0:  # or the good checkpoints of a diverging run would go
             prune(args, run)
 
-    # Nothing can be refused any more, so now --overwrite may delete an earlier run
+    # Everything has been checked, so now --overwrite may delete an earlier run
     log = Log(args, start, run)
-    prune(args, run)  # an earlier process may have been killed before it did
+    if skipped == 0:
+        prune(args, run)  # an earlier process may have been killed before it did
     print0(*describe(args, raw_model, data["data"], train_loader.windows, run))
     peak = peak_tokens_per_second(raw_model, T, run)
     signals = catch_signals()
@@ -1139,7 +1157,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             train_loader.reset()  # to the first window
         model.zero_grad()
         position = train_loader.position
-        damage = None  # what is wrong with this process's data
+        damage = ""  # what is wrong with this process's data
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
             try:
@@ -1147,7 +1165,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             except UserError as error:  # shards changed after the start: leave the loop together
                 if step == start and micro_step == 0:
                     raise
-                damage = error
+                damage = str(error)
                 loss_sum += math.nan  # no update
             # DDP averages the gradients over the processes only if this is True: once per step
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
@@ -1158,13 +1176,15 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             loss_sum += loss.detach()
         for optimizer in optimizers:
             scaler.unscale_(optimizer)  # the norm is that of the true gradients
-        # GPT-3 clips the norm to 1.0; the norm before clipping is returned
+        # Clip the norm, so that one bad batch cannot throw the weights far off. GPT-3 clips to 1.0.
+        # The norm before clipping is returned
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
 
         # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
-        # get the same three numbers, so they agree whether to update and whether to stop
-        stop = loss_sum.new_tensor(float(len(signals) + (damage is not None)))
-        loss, norm, stop = run.mean(torch.stack((loss_sum, norm, stop))).tolist()
+        # get the same four numbers, so they agree whether to update and whether to stop
+        found = loss_sum.new_tensor([len(signals), bool(damage)])
+        values = run.mean(torch.stack((loss_sum, norm, *found))).tolist()
+        loss, norm, stop, damaged = values
         z_loss = z_score(loss_window, loss)
         z_norm = z_score(norm_window, norm)
         # An update that is skipped has used up its data and its step all the same
@@ -1177,7 +1197,8 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             if update:
                 scaler.step(optimizer)
         scaler.update()
-        dt = time.perf_counter() - t0  # seconds from one wait for the GPU to the next
+        # The GPU may still be busy with the update, whose time then counts in the next step's dt
+        dt = time.perf_counter() - t0  # seconds
         ms = f"{1000 * dt:.2f}"
 
         # the record of the step, and the same as a line to read
@@ -1190,20 +1211,19 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if not update:
             line += " | update skipped"
         print0(line)
+        if damaged:  # save the state before this step, which is to be repeated
+            if step > start:
+                save(step, position)
+            return report(max(run.gather(damage)), 1)
         skipped = 0 if update else skipped + 1
         if skipped == 20:  # float16's scaler needs fewer to recover from any overflow
-            found = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
-            raise FloatingPointError(f"{found}; {last_good(args)}")
+            reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
+            raise FloatingPointError(f"{reason}; {last_good(args)}")
         if step == start + 10:
             left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
             print0(f"about {left} left, without evaluation")
-        if stop:  # in some process a signal arrived, or the data is damaged
-            if update:
-                save(step + 1, train_loader.position)
-            elif step > start:
-                save(step, position)  # this step is to be repeated
-            if damage:
-                return report(damage, 1)
+        if stop:  # SIGTERM or Ctrl-C arrived in some process
+            save(step + 1, train_loader.position)
             print0("to continue, run the same command with --resume")
             return (128 + signals[0]) if signals else 0  # 0: another process got the signal
 
@@ -1288,7 +1308,8 @@ CHOICES = {
     "device": ("auto", "cuda", "mps", "cpu"),
     "dtype": ("auto", "bfloat16", "float16", "tf32", "float32"),
 }
-# --resume refuses to change these, because the result would be another run
+# --resume refuses to change these, because the result would be another run. The two about data are
+# no flags: identify makes them
 FIXED = (
     "data",
     "data_sample",
@@ -1326,7 +1347,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_args(argv: list[str], stored: dict = {}) -> Namespace:  # noqa: B006
+def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa: B006
     """Return the flags. A value comes from the first of these that has it: the command line,
     `stored` (the flags of a checkpoint), --quickstart, FLAGS. Raises UserError for an unknown flag
     or an impossible value."""
@@ -1374,9 +1395,10 @@ def settle_args(
     new.warmup_steps = first_given(args.warmup_steps, round(715 * min(1, new.max_steps / 19073)))
     too_long = f"warmup_steps {new.warmup_steps} is more than max_steps {new.max_steps}"
     require(new.warmup_steps <= new.max_steps, too_long)
+    # A model from a folder may have a size that is not in SIZES, and gets the learning rate of d12
     new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
-    every = 0 if run.device.type == "cpu" else 250  # it takes half an hour on a CPU
+    every = 0 if run.device.type == "cpu" else 250  # HellaSwag takes half an hour on a CPU
     new.hellaswag_every = first_given(args.hellaswag_every, every)
     new.batch_size = choose_batch_size(new, config, run)
     return new, config, source
@@ -1387,7 +1409,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     of T. The weights come from the checkpoint to resume, from --init_from, or are new: {}."""
     meta = read_meta(args.data_dir)
     if args.init_from == "scratch" and not checkpoint:
-        model = first_given(args.model, "d12").removeprefix("gpt2:")  # gpt2:d12 is d12
+        model = first_given(args.model, "d12").removeprefix("gpt2:")  # llm.c also writes gpt2:d12
         hint = "OpenAI's GPT-2 is --init_from gpt2"
         require(model in SIZES, f"model {model} is none of {', '.join(SIZES)}; {hint}")
         config = GPTConfig(*SIZES[model][:4], **meta)
@@ -1410,12 +1432,13 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     parameters = sum(p.numel() for p in model.parameters())
     epochs_per_step = total / (windows * T)  # usually far below 1
     epochs = args.max_steps * epochs_per_step
+    last_lr = get_lr(args.max_steps, args)
     lines = [
         f"device | {run.world_size} x {device}, {run.dtype}, compile {run.compile}",
         f"model  | {args.model}, {parameters:,} parameters; data {args.data_dir}, {data}",
         f"step   | {total:,} tokens in micro-steps of B {B} x T {T} x {run.world_size} processes",
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; learning rate {args.max_lr:g},"
-        f" {args.warmup_steps} steps of warmup, {args.schedule} to {args.min_lr:g}",
+        f" {args.warmup_steps} steps of warmup, {args.schedule} to {last_lr:g}",
     ]
     if model.config.block_size > T and not args.quickstart:
         lines.append(f"warning: the model's positions from {T} on stay untrained")
@@ -1448,7 +1471,7 @@ def check_resume(args: Namespace, data: dict[str, str], checkpoint: dict) -> Non
     require(step <= args.max_steps, f"{args.log_dir} is at step {step}, beyond {args.max_steps}")
 
 
-def run_command(argv: list[str]) -> int:
+def run_command(argv: list[str] | None) -> int:
     """Do what the command line asks for and return the exit status."""
     args = parse_args(argv)
     if args.sample or args.export_hf:
@@ -1460,7 +1483,7 @@ def run_command(argv: list[str]) -> int:
         return start_training(argv, args)
 
 
-def start_training(argv: list[str], args: Namespace) -> int:
+def start_training(argv: list[str] | None, args: Namespace) -> int:
     """Find the checkpoint to resume, settle where to compute, train, and return the exit status."""
     checkpoint = find_checkpoint(args)
     stored = dict(checkpoint.get("args", {}))
@@ -1500,7 +1523,7 @@ def main(argv: list[str] | None = None) -> None:
     signal after SIGTERM or SIGINT."""
     protect_output()
     try:
-        status = run_command(first_given(argv, sys.argv[1:]))
+        status = run_command(argv)
     except (UserError, ConnectionError) as error:
         status = report(error, 2)
     except (FloatingPointError, OSError) as error:
@@ -1544,14 +1567,14 @@ class FusedCrossEntropy(torch.autograd.Function):
         logits = x @ w.T  # (N, padded V)
         losses = torch.empty(len(x), device=x.device)  # float32
         cross_entropy_kernel[(len(x),)](logits, targets, losses, V, len(w), num_warps=16)
-        ctx.save_for_backward(x, w, logits)  # the logits are their own gradient now
+        ctx.save_for_backward(x, w, logits)  # the kernel has put the gradient in their place
         return losses
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, w, dlogits = ctx.saved_tensors
         grad = grad[:, None]  # (N, 1) float32
-        # the sum over N rows is kept in float32
+        # grad multiplies x, (N, C), rather than dlogits, (N, padded V), which is far larger
         dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
         dx = (dlogits @ w * grad).to(x.dtype)
         return dx, dweight, None, None
@@ -1593,8 +1616,8 @@ if triton:
             m = larger
         log_sum = m + tl.log(s)
         tl.store(losses + n, tl.where(target < 0, 0.0, log_sum - x_target))
-        # 2. Overwrite the row, which is still in the GPU's cache, with its softmax, or with zeros
-        #    if there is no target
+        # 2. Overwrite the row, which is still in the GPU's cache, with its softmax. A row without a
+        #    target gets log_sum = inf, so that exp(x - log_sum) is 0 everywhere
         log_sum = tl.where(target < 0, float("inf"), log_sum)
         for start in tl.static_range(0, padded_V, size):
             p = tl.exp(load_block(row, start, V, size, "evict_first") - log_sum)

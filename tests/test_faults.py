@@ -46,6 +46,14 @@ def same_weights(a, b) -> bool:
 # killed
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all that it started: torchrun's are in sessions of their own."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(int(child))
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_the_run_is_the_unbroken_one(tmp_path, shards, processes):
     """Anything that a kill can lose or mix: half a checkpoint, half a record, a step done twice."""
@@ -57,13 +65,14 @@ def test_killed_at_random_moments_the_run_is_the_unbroken_one(tmp_path, shards, 
     # a kill every few seconds, at moments that no signal announces
     rng = random.Random(0)
     killed = 0
-    while killed < (KILLS + 1) // 2:
-        process = start_script([*flags, "--log_dir", tmp_path / "b"], processes, own_group=True)
-        seconds = rng.uniform(1.5, 6 if processes == 1 else 9)
+    wanted = KILLS * 3 // 5 if processes == 1 else KILLS * 2 // 5
+    while killed < wanted:
+        process = start_script([*flags, "--log_dir", tmp_path / "b"], processes)
+        seconds = rng.uniform(2.5, 5.5) if processes == 1 else rng.uniform(5, 9)  # from its start
         try:
             process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process.pid)
             process.communicate()
             killed += 1
             if steps(tmp_path / "b")[-1:] == [400]:  # too late to lose anything: begin again
@@ -92,7 +101,7 @@ def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path, shards
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert steps(tmp_path / "log")[-1] == 300
-    assert out.count("step    50/300 | loss") == 1 and "step    45/300 | loss" in out
+    assert out.count("step    45/300 | loss") == 2, "once before the kill, once from step 40 on"
     assert list(read_log(tmp_path / "log")["train"]) == list(range(300))
 
 
@@ -131,7 +140,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     train_gpt2.load_checkpoint(tmp_path / "log/model_00006.pt")
 
 
-@pytest.mark.parametrize("key", ["step", "position", "optimizer", "scaler", "data", "world_size"])
+@pytest.mark.parametrize("key", ["step", "position", "optimizer", "scaler", "data"])
 def test_a_checkpoint_without_what_resuming_needs_is_refused(tmp_path, shards, key, capsys):
     """A KeyError in the middle of the night."""
     flags = ("--max_steps", 4, "--save_every", 4)

@@ -201,8 +201,14 @@ def drop_a_weight(folder):
 
 BAD = {
     "architecture": (lambda f: change_config(f, model_type="gpt_neox"), "gpt_neox.*expected gpt2"),
-    "activation": (lambda f: change_config(f, activation_function="relu"), "other logits|another shape"),
-    "attention": (lambda f: change_config(f, scale_attn_weights=False), "other logits|another shape"),
+    "activation": (
+        lambda f: change_config(f, activation_function="relu"),
+        "other logits|another shape",
+    ),
+    "attention": (
+        lambda f: change_config(f, scale_attn_weights=False),
+        "other logits|another shape",
+    ),
     "vocabulary": (lambda f: change_config(f, vocab_size=300), "300|mismatched"),
     "weights": (drop_a_weight, r"h\.1\.mlp\.c_fc\.bias"),
     "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
