@@ -49,7 +49,9 @@ URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 CONVENTIONS = ("build-nanogpt", "harness")
-BATCH_TOKENS = 2**13  # tokens in a forward pass, whose logits are 0.8 GB in bfloat16
+# Tokens in a forward pass. Their logits are 0.8 GB in bfloat16 on a GPU, and 0.2 GB in float32 on a
+# CPU, which is slow to allocate more
+BATCH_TOKENS = {"cuda": 2**13, "mps": 2**12, "cpu": 2**10}
 
 # -----------------------------------------------------------------------------
 # the data
@@ -250,9 +252,9 @@ class Score:
 
 @lru_cache
 def make_batches(
-    path: Path, tokenizer: str, convention: str, block_size: int, examples: int
+    path: Path, tokenizer: str, convention: str, block_size: int, examples: int, batch_tokens: int
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the rows of the first examples in batches of at most BATCH_TOKENS tokens: the numbers
+    """Return the rows of the first examples in batches of at most batch_tokens tokens: the numbers
     (B,) of the rows, their tokens (B, T) and their targets (B, T), all int64. A target is -1
     outside the ending, and there is no loss. Rows are sorted by length, so that a batch needs
     little padding. Of a row longer than the context, the end is kept."""
@@ -264,7 +266,7 @@ def make_batches(
     first = 0
     while first < len(rows):
         width = int(lengths[order[first]])  # of the longest row
-        numbers = order[first : first + max(1, BATCH_TOKENS // width)]
+        numbers = order[first : first + max(1, batch_tokens // width)]
         tokens = np.zeros((len(numbers), width), np.int64)
         targets = np.full((len(numbers), width), -1)
         for i, number in enumerate(numbers):
@@ -287,7 +289,8 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     config = model.config
     data = load_rows(path, config.tokenizer, convention)
     n = min(examples, len(data.labels))
-    batches = make_batches(path, config.tokenizer, convention, config.block_size, n)
+    batch_tokens = BATCH_TOKENS[torch.device(device).type]
+    batches = make_batches(path, config.tokenizer, convention, config.block_size, n, batch_tokens)
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats

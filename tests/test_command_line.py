@@ -15,10 +15,10 @@ from fineweb import UserError
 
 
 def bad_token(folder):
-    path = folder / "test_train_000001.npy"
-    tokens = np.load(path)
-    tokens[:] = 300
-    np.save(path, tokens)
+    for path in folder.glob("*train*"):
+        tokens = np.load(path)
+        tokens[:] = 300
+        np.save(path, tokens)
 
 
 def empty(folder):
@@ -58,7 +58,7 @@ BAD = {
     "no val shards": (no_val, [], "no val shards"),
     "truncated .npy": (truncate, [], "test_train_000001.npy cannot be read"),
     "wrong magic": (wrong_magic, [], r"test_train_000009.bin .*\[1, 0, 0\], .*\[20240520, 1"),
-    "token beyond the vocabulary": (bad_token, ["--max_steps", 9], "test_train_000001.npy is damaged"),
+    "token beyond the vocabulary": (bad_token, ["--max_steps", 9], "test_train_00000.\\.npy is damaged"),
     "broken meta.json": (bad_meta, [], "meta.json"),
     "indivisible batch": (None, ["--batch_size", 3], "batch_size 3 .*16 sequences"),
     "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple of seq_len 16 x 1 proc"),

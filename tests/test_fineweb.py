@@ -21,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from conftest import make_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -666,9 +667,12 @@ def test_what_to_run_next_suits_the_amount(tokenizer, tokens, words, tmp_path: P
     assert script == "train_gpt2.py" and Path(args.data_dir) == folder
     assert args.log_dir == ("log/my text" if words else "log") and not args.overwrite
     assert {flag for flag in argv if flag.startswith("--")} >= set(words)
-    args.seq_len = args.seq_len or 1024
-    train_gpt2.fill_schedule(args, tokens // args.seq_len)
-    assert args.max_steps > 200
+    train_shards = {
+        "docs_train_000000.npy": np.broadcast_to(np.uint16(0), tokens)
+    }  # of that length
+    (folder / "meta.json").write_text(json.dumps(meta | {"vocab_size": 257, "eot": 256}))
+    settled, _, _ = train_gpt2.settle_args(args, {}, train_shards, make_run())
+    assert settled.max_steps > 200
     meta["shards"].pop("docs_val_000001.npy")
     (folder / "meta.json").write_text(json.dumps(meta))
     assert fineweb.suggest(str(folder)).endswith("--val_every 0"), "or it ends for lack of val"
