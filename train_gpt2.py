@@ -112,7 +112,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
         B, T, C = x.shape
-        hs = C // self.n_head
+        hs = C // self.n_head  # channels of a head
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q = q.view(B, T, self.n_head, hs).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, hs).transpose(1, 2)
@@ -121,7 +121,7 @@ class CausalSelfAttention(nn.Module):
             if cache:  # not empty: it holds the keys and values of all earlier tokens
                 k = torch.cat((cache[0], k), dim=2)
                 v = torch.cat((cache[1], v), dim=2)
-            cache[:] = [k, v]
+            cache[:] = [k, v]  # for the next call
         # is_causal lets query i attend to keys 0 to i. That is right for a whole sequence, but
         # wrong for queries that follow cached keys. A call that continues a cache therefore has a
         # single query, which may attend to every key and needs no mask
@@ -225,6 +225,7 @@ class GPT(nn.Module):
         nh, T, hs) each, and the next call continues the tokens of the calls before it."""
         start = cache[0][0].size(2) if cache and cache[0] else 0  # tokens in the cache
         pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
+        # What a token is and where it stands are added up in the same C channels
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         # Under bfloat16 autocast, keep the residual stream in bfloat16 too: additions and
         # LayerNorms are limited by memory bandwidth, so this saves 5% of the time at equal loss.
@@ -281,6 +282,7 @@ class GPT(nn.Module):
         pull the scales of LayerNorms away from 1."""
         matrices = [p for p in self.parameters() if p.dim() >= 2]
         vectors = [p for p in self.parameters() if p.dim() < 2]  # biases and LayerNorm weights
+        # A group of parameters has its own settings; the learning rate is set before every step
         groups = [
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
@@ -296,7 +298,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> 
     0. A target of -1 gives a loss of 0."""
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return FusedCrossEntropy.apply(x, weight, targets, V)  # the same, faster: appendix A
-    logits = F.linear(x, weight)  # (N, padded V)
+    logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
     # Keep the padded columns out of the softmax: the logits of OpenAI's GPT-2 are often near -40,
     # so padded logits of 0 would take nearly all of the probability. Mask the columns rather than
     # slice them off: a slice leaves rows unaligned, and torch.compile fuses the mask into the loss
@@ -319,7 +321,7 @@ def next_token(
         return logits.argmax(dim=-1, keepdim=True)
     k = min(top_k or math.inf, logits.size(-1))
     values, tokens = logits.topk(k)  # (B, k) each, the most likely first
-    probs = F.softmax(values / temperature, dim=-1)
+    probs = F.softmax(values / temperature, dim=-1)  # below 1 it favours the likely tokens
     choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1), a rank below k
     return tokens.gather(-1, choice)  # the token of that rank
 
@@ -413,6 +415,7 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
         if path.suffix in (".npy", ".bin") and path.is_file():
+            # A file in both splits would be validated on what it was trained on
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
             shards[path.name] = read_shard(path)
@@ -424,6 +427,7 @@ def identify(shards: dict[str, np.ndarray]) -> dict[str, str]:
     """Return data, a line that differs if any name or length differs, and data_sample, which
     differs if one of 16 pieces of a shard's content does. --resume compares them with the
     checkpoint's."""
+    # Reading all of 20 GB would take minutes; names, sizes and a sample take milliseconds
     sizes = {name: len(tokens) for name, tokens in shards.items()}
     checksum = crc32(repr(list(sizes.items())).encode())
     sample = 0
@@ -480,7 +484,7 @@ class DataLoaderLite:
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, T) int64 each, on the device."""
-        x, y = self.pending.result()
+        x, y = self.pending.result()  # raises what the thread has raised
         self.reset(self.position + self.B * self.run.world_size)
         device = self.run.device
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -499,7 +503,7 @@ class DataLoaderLite:
 
     def _window(self, number: int) -> np.ndarray:
         """Return window `number` of the run, (T + 1,) uint16."""
-        epoch, i = divmod(number, self.windows)
+        epoch, i = divmod(number, self.windows)  # a batch may reach into the next epoch
         shard_order = permutation(len(self.names), self.seed, epoch)
         # ends[k] is the number of windows in the first k + 1 shards of this epoch
         ends = self.windows_per_shard[shard_order].cumsum()
@@ -693,6 +697,7 @@ def setup_run(args: Namespace) -> Run:
 def choose_device(name: str) -> torch.device:
     """Return the device that --device names. Under torchrun each process has a GPU of its own;
     otherwise CUDA_VISIBLE_DEVICES selects one."""
+    # an NVIDIA or AMD GPU is "cuda", Apple's is "mps"
     best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     require(name in ("auto", "cpu", best.type), f"there is no device {name} here, only {best.type}")
     device = best if name == "auto" else torch.device(name)
@@ -736,7 +741,7 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
     power of two that fits. A micro-step is one forward and backward pass; the gradients of
     grad_accum_steps of them add up to one optimizer step."""
     T = args.seq_len
-    total = args.total_batch_size
+    total = args.total_batch_size  # tokens
     sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
     factors = f"seq_len {T} x {run.world_size} processes"
     require(rest == 0, f"total_batch_size {total} is not a multiple of {factors}")
@@ -744,7 +749,8 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
         found = f"batch_size {args.batch_size} does not divide the {sequences} sequences"
         require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
         return args.batch_size
-    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]  # up to 128
+    # Beyond 128 sequences an H100 gets no faster
+    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]
     if run.device.type != "cuda":
         # 8192 tokens at a time keep a CPU busy, and memory is no concern
         return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
@@ -787,10 +793,12 @@ def save_checkpoint(
 def load_checkpoint(path: str | Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU. Raises
     UserError if the file is not a whole checkpoint."""
+    # open names a missing permission, which is_zipfile would take for damage
     with reading(path), open(path, "rb") as file:
         require(is_zipfile(file), "it is not a checkpoint, or only a part of one")
         damaged = ZipFile(file).testzip()  # compares all checksums, 2 GB per second
         require(damaged is None, f"its part {damaged} is damaged")
+        # weights_only: no code in the file is executed
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         missing = {"model", "config", "args"} - checkpoint.keys()
         require(not missing, f"it has no {missing}, so it is not a checkpoint of this script")
@@ -891,7 +899,7 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
         # Every process computes the same number of batches. Rows beyond the last window do not
         # count
         y = y.masked_fill(first + rows >= windows, -1)
-        with run.autocast():
+        with run.autocast():  # the same shapes as in training, so the compiled model serves
             sums.append(model(x, y, reduction="none").sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
     total = torch.stack(sums).cpu().double().sum().float().to(run.device)
@@ -931,6 +939,7 @@ def print_samples(model: GPT, args: Namespace, run: Run) -> None:
     process computes the same samples, and the first one prints them."""
     tokenizer = fineweb.get_tokenizer(model.config.tokenizer)
     eot = model.config.eot
+    # An empty prompt is <|endoftext|> alone, with which every document begins
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [eot]
     tokens = torch.tensor([prompt] * args.num_samples, device=run.device)  # (num_samples, T)
     model.eval()
@@ -1027,6 +1036,7 @@ def catch_signals() -> list[int]:
             with suppress(OSError):  # nobody reads stderr
                 os.write(2, note)  # print is not safe in a signal handler
 
+    # SIGTERM comes from a scheduler or kill, SIGINT from Ctrl-C
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, catch)
     return received
@@ -1133,6 +1143,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     # One iteration more than there are updates: each begins with the evaluation of the model after
     # `step` updates, so that the last iteration evaluates the last update and then ends
     for step in range(start, args.max_steps + 1):
+        # first the evaluation
         counter = f"step {step:5d}/{args.max_steps}"
         val_loss = None  # stays None unless it is measured at this step
         if is_due(step, args.val_every, args):
@@ -1190,7 +1201,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         # An update that is skipped has used up its data and its step all the same
         is_outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
         update = math.isfinite(loss) and math.isfinite(norm) and not is_outlier
-        lr = get_lr(step, args)
+        lr = get_lr(step, args)  # the same for all groups of all optimizers
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
@@ -1219,7 +1230,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if skipped == 20:  # float16's scaler needs fewer to recover from any overflow
             reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
             raise FloatingPointError(f"{reason}; {last_good(args)}")
-        if step == start + 10:
+        if step == start + 10:  # compilation and warming up are over
             left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
             print0(f"about {left} left, without evaluation")
         if stop:  # SIGTERM or Ctrl-C arrived in some process
@@ -1331,13 +1342,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(usage="python train_gpt2.py [flags]", allow_abbrev=False)
     parser.error = fineweb.refuse_arguments  # raises UserError instead of exiting
     group = parser.add_argument_group("flags")
+    # --epochs is another way of saying --max_steps
     exclusive = group.add_mutually_exclusive_group()
     for flag, (default, text) in FLAGS.items():
         options = {"help": text, "type": default}
         if not callable(default):  # it is a value, which has the flag's type
             options = {"help": f"{text} (default: {default})", "type": type(default)}
             options["default"] = default
-        if options["type"] is bool:
+        if options["type"] is bool:  # --flag and --no-flag
             options["action"] = argparse.BooleanOptionalAction
             del options["type"]
         where = group
@@ -1362,14 +1374,15 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
         least = 0
         if flag in ("batch_size", "seq_len", "total_batch_size", "num_samples"):
             least = 1
-        if isinstance(value, int | float):
+        if isinstance(value, int | float):  # nan fails both comparisons
             require(least <= value < math.inf, f"{flag} is {value}, expected at least {least}")
     # NumPy's generators take 32 bits
     require(args.seed < 2**32, f"seed is {args.seed}, expected less than 2**32")
+    # The quickstart replaces its own earlier run, so nothing else may live in its folder
     if args.quickstart and Path(args.log_dir) == Path(QUICKSTART["log_dir"]):
         is_own_data = Path(args.data_dir) == Path(QUICKSTART["data_dir"])
         require(is_own_data, "--quickstart with other data needs a --log_dir of its own")
-        if args.overwrite is None:  # the quickstart replaces its own earlier run
+        if args.overwrite is None:
             args.overwrite = not args.resume
     require(not (args.resume and args.overwrite), "give --resume or --overwrite, not both")
     return args
@@ -1383,6 +1396,7 @@ def settle_args(
     still be "auto" or None: `run` holds what became of them.)"""
     new = Namespace(**vars(args))
     new.model, config, source, T = settle_model(args, checkpoint)
+    # T: fewer tokens than the context need less memory, more would have no position
     new.seq_len = first_given(args.seq_len, T)
     context = config.block_size
     require(new.seq_len <= context, f"seq_len {new.seq_len} is longer than the context, {context}")
@@ -1397,9 +1411,11 @@ def settle_args(
     require(new.warmup_steps <= new.max_steps, too_long)
     # A model from a folder may have a size that is not in SIZES, and gets the learning rate of d12
     new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
+    # GPT-3 decays to a tenth
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
     every = 0 if run.device.type == "cpu" else 250  # HellaSwag takes half an hour on a CPU
     new.hellaswag_every = first_given(args.hellaswag_every, every)
+    # last, because it depends on nearly all of the above
     new.batch_size = choose_batch_size(new, config, run)
     return new, config, source
 
@@ -1407,7 +1423,7 @@ def settle_args(
 def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dict, int]:
     """Return the name of the model's size, its config, what its weights come from, and the default
     of T. The weights come from the checkpoint to resume, from --init_from, or are new: {}."""
-    meta = read_meta(args.data_dir)
+    meta = read_meta(args.data_dir)  # a new model gets the data's vocabulary
     if args.init_from == "scratch" and not checkpoint:
         model = first_given(args.model, "d12").removeprefix("gpt2:")  # llm.c also writes gpt2:d12
         hint = "OpenAI's GPT-2 is --init_from gpt2"
@@ -1455,6 +1471,7 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
 
 def check_resume(args: Namespace, data: dict[str, str], checkpoint: dict) -> None:
     """Raise UserError if the checkpoint is of another run, and print what else has changed."""
+    # An older checkpoint may lack a flag, which then counts as unchanged
     here = vars(args) | data
     there = checkpoint["args"] | {key: checkpoint[key] for key in data if key in checkpoint}
 
@@ -1666,7 +1683,8 @@ def load_hf(name: str) -> dict:
         theirs, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         problems = {kind: sorted(names) for kind, names in report.items() if names}
         require(not problems, f"its weights do not fit: {problems}")
-    tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)  # config.json does not name it
+    # config.json does not name the tokenizer
+    tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)
     require(tokenizer, f"{name} has a vocabulary of {c.vocab_size}, expected 50257 or 257")
     shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
     config = GPTConfig(*shape, c.vocab_size, tokenizer, c.vocab_size - 1)
@@ -1675,6 +1693,7 @@ def load_hf(name: str) -> dict:
         weights[key] = p.detach().T if key.endswith(CONV1D) else p.detach()
     wte = weights["transformer.wte.weight"]
     weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # add rows of 0
+    # The proof that it is a GPT-2 that we compute alike: an activation may differ, or a scale
     ours = GPT(config)
     ours.load_weights(weights)
     require(same_logits(ours, theirs, 64), f"{name} is a variant of GPT-2 with other logits")
@@ -1728,7 +1747,7 @@ def export_tokenizer(config: GPTConfig, folder: str) -> None:
 
     tokenizer = fineweb.get_tokenizer(config.tokenizer)
     spelling = bytes_to_unicode()  # Hugging Face writes each byte as a printable character
-    vocabulary = {}
+    vocabulary = {}  # spelling: token
     for rank in range(config.eot):
         token = tokenizer.decode_single_token_bytes(rank)
         vocabulary["".join(spelling[byte] for byte in token)] = rank
