@@ -334,11 +334,11 @@ def generate(model: GPT, tokens: Tensor, args: Namespace) -> Tensor:
     While the text fits into args.seq_len, each step computes only its new token and reuses the
     cached keys and values of the others. After that the model sees the last seq_len tokens. Every
     step then gives each of them a new position, so the whole window is computed again."""
-    eot = model.config.eot
+    eot = model.config.eot  # <|endoftext|>
     prompt_length = tokens.size(1)
     # Sampling has its own generator, so it does not change the random numbers of training
     generator = torch.Generator(tokens.device).manual_seed(args.seed)
-    cache = [[] for _ in model.transformer.h]
+    cache = [[] for _ in model.transformer.h]  # a list per layer, empty at first
     uncached = tokens  # tokens whose keys and values are not in the cache yet
     for _ in range(args.max_new_tokens):
         if tokens.size(1) > args.seq_len:
@@ -377,13 +377,14 @@ def reading(path: Path | str) -> Iterator[None]:
 def read_meta(data_dir: str) -> dict:
     """Return tokenizer, vocab_size and eot from the folder's meta.json, {} if it has none and so
     holds GPT-2 tokens. Raises UserError if fineweb.py has not finished the folder."""
-    path = Path(data_dir) / "meta.json"
+    path = Path(data_dir) / "meta.json"  # written by fineweb.py
     parts = list(Path(data_dir).glob("meta-*.json"))
     if not path.exists():
         require(not parts, f"{data_dir} holds parts: `python fineweb.py --merge --out {data_dir}`")
         return {}
     with reading(path):
         meta = json.loads(path.read_text())
+        # Only fineweb.py writes its progress; a file written by hand has none
         is_done = meta.get("progress", {}).get("done", True)
         require(is_done, "the shards are still being built: run fineweb.py again to finish them")
         V, eot = meta["vocab_size"], meta["eot"]
@@ -560,7 +561,7 @@ def z_score(window: list[float], value: float) -> float:
     was_full = len(window) == 128
     window.append(value)
     del window[:-128]
-    deviation = float(np.std(window))
+    deviation = float(np.std(window))  # of the last 128 values, this one included
     if not was_full or deviation == 0:
         return math.nan
     return (value - float(np.mean(window))) / deviation
@@ -611,6 +612,7 @@ class Run:
     def autocast(self) -> torch.autocast:
         """Return the context in which matrix products and attention run in 16 bits, if dtype asks
         for it. Weights and their gradients stay in float32."""
+        # tf32 and float32 need no autocast
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
@@ -668,7 +670,7 @@ def setup_run(args: Namespace) -> Run:
     require(rank < world_size, f"RANK is {rank} and WORLD_SIZE {world_size}: start it by torchrun")
     if world_size > 1:
         # A restarted group must not find the addresses that the dead group left in torchrun's store
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, world_size = next(dist.rendezvous("env://"))  # as torchrun has set it
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -825,7 +827,7 @@ def locked(folder: str) -> Iterator[None]:
         return
     import fcntl
 
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)  # a folder can be locked like a file
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
@@ -975,6 +977,7 @@ def peak_tokens_per_second(model: GPT, T: int, run: Run) -> float | None:
     # 2. Attention: q @ k and att @ v are 2 * C * T each per layer and token, times 3 as above, and
     #    divided by 2 because the causal mask leaves half of it
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
+    # which of the three peaks counts
     column = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}[run.dtype]
     for name, peaks in PEAK_TFLOPS.items():
         if run.device.type == "cuda" and re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
@@ -1000,6 +1003,7 @@ class Log:
                 unreadable.rename(f"{unreadable}.damaged")
         for partial in path.parent.glob("model_*.pt.*.tmp"):  # left behind by a killed process
             partial.unlink()
+        # Half a line, left by a crash, and anything else that is no record is dropped
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         with atomic_write(path) as file:
             file.writelines(line for line in lines if is_record_before(line, start))
@@ -1116,6 +1120,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
                 f"the weights are not finite at step {step}; {last_good(args)}"
             )
         state = {
+            # all that the next step depends on, beside weights and optimizer state
             "step": step,  # updates done
             "position": position,  # windows used
             "skipped": skipped,
@@ -1401,6 +1406,7 @@ def settle_args(
     context = config.block_size
     require(new.seq_len <= context, f"seq_len {new.seq_len} is longer than the context, {context}")
     if args.epochs is not None:  # as many whole steps as fit into the epochs
+        # windows of T tokens; the rest of each shard is not used
         windows = int(count_windows(train_shards, new.seq_len).sum())
         steps = args.epochs * windows * new.seq_len / args.total_batch_size
         new.max_steps = max(1, int(steps))
@@ -1503,6 +1509,7 @@ def run_command(argv: list[str] | None) -> int:
 def start_training(argv: list[str] | None, args: Namespace) -> int:
     """Find the checkpoint to resume, settle where to compute, train, and return the exit status."""
     checkpoint = find_checkpoint(args)
+    # The flags of the checkpoint are the defaults of a second parsing
     stored = dict(checkpoint.get("args", {}))
     if checkpoint.get("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
         stored.pop("batch_size", None)  # it need not suit another number of processes
@@ -1724,7 +1731,7 @@ def export_hf(model: GPT, folder: str) -> None:
         theirs.load_state_dict(weights)
         is_gpt2 = same_logits(model, theirs, c.block_size)
     require(is_gpt2, "this model is not a GPT-2: transformers does not compute its logits")
-    theirs.save_pretrained(folder)
+    theirs.save_pretrained(folder)  # config.json and model.safetensors
     export_tokenizer(c, folder)
 
 
