@@ -1138,7 +1138,9 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if skipped == 0:  # or the good checkpoints of a diverging run would go
             prune(args, run)
 
-    # Everything has been checked, so now --overwrite may delete an earlier run
+    # Once the first batch is known to be sound, everything has been checked, and --overwrite may
+    # delete an earlier run
+    train_loader.pending.result()
     log = Log(args, start, run)
     if skipped == 0:
         prune(args, run)  # an earlier process may have been killed before it did

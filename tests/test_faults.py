@@ -173,6 +173,18 @@ def test_keep_is_kept_by_a_run_that_was_killed_before_it_could(tmp_path, shards)
     assert steps(tmp_path / "log") == [4]
 
 
+def test_a_bad_first_batch_costs_no_earlier_run(tmp_path, shards, capsys):
+    """--overwrite that deletes the old run, and then the start fails."""
+    assert train(tmp_path / "log", shards, "--max_steps", 4, "--save_every", 2) == 0
+    log = (tmp_path / "log/log.txt").read_bytes()
+    for path in shards.glob("*train*"):
+        np.save(path, np.full_like(np.load(path), 300))
+    capsys.readouterr()
+    assert train(tmp_path / "log", shards, "--max_steps", 4, "--overwrite") == 2
+    assert "is damaged" in capsys.readouterr().err
+    assert steps(tmp_path / "log") == [2, 4] and (tmp_path / "log/log.txt").read_bytes() == log
+
+
 def test_processes_that_see_different_checkpoints_stop(tmp_path, shards):
     """Weights of step 10 on one machine and of step 0 on the other, and 'done'."""
     flags = ["--data_dir", shards, *FLAGS, "--max_steps", 4, "--save_every", 2, "--batch_size", 8]
