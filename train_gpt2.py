@@ -34,7 +34,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -475,6 +475,7 @@ class DataLoaderLite:
         self.windows = int(self.windows_per_shard.sum())  # in an epoch
         # One thread loads the next batch while the GPU computes
         self.worker = ThreadPoolExecutor(1)
+        self.damage = ""  # what is wrong with the shards
         self.reset()
 
     def reset(self, position: int = 0) -> None:
@@ -484,8 +485,14 @@ class DataLoaderLite:
         self.pending = self.worker.submit(self._load, first)
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, (B, T) int64 each, on the device."""
-        x, y = self.pending.result()  # raises what the thread has raised
+        """Return inputs and targets, (B, T) int64 each, on the device. If a shard has been damaged
+        since the start, note it in self.damage and return zeros, which the caller must not use:
+        all processes have to leave the training loop together."""
+        try:
+            x, y = self.pending.result()
+        except UserError as error:  # raised in the thread
+            self.damage = str(error)
+            x = y = torch.zeros(self.B, self.T, dtype=torch.int64)
         self.reset(self.position + self.B * self.run.world_size)
         device = self.run.device
         return x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -584,18 +591,6 @@ def print0(*lines: str) -> None:
             print(*lines, sep="\n", flush=True)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
-
-
-def protect_output() -> None:
-    """Replace characters that the terminal cannot show, and open the null device as stdin, stdout
-    or stderr if one is closed, or the next file that is opened would get its number and its
-    text."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -711,85 +706,77 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int:
-    """Estimate the bytes of GPU memory that training needs with B sequences in a forward pass."""
-    with torch.device("meta"):  # shapes without memory
-        parameters = sum(p.numel() for p in GPT(config).parameters())
-    # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
-    #    16-bit copies of the weights, and of some gradients, take about 4 more
-    fixed = 20 * parameters
-    # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
-    #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
-    #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
-    size = 4  # bytes per value
-    block = 16 * config.n_embd * 4  # bytes per token
-    if run.dtype in ("bfloat16", "float16"):
-        size = 2
-        block = 20 * config.n_embd * 2
-    per_token = config.n_layer * block
-    if args.recompute:  # every block's input, and all values of one block at a time
-        per_token = config.n_layer * config.n_embd * size + block
-    # 3. The logits. Without the kernel and without compilation, copies of them are kept as well:
-    #    12 bytes per logit were measured
-    uses_kernel = triton is not None and run.dtype == "bfloat16"
-    if not (run.compile or uses_kernel):
-        size = 12
-    per_token += config.vocab_size * size
-    return fixed + B * args.seq_len * per_token
-
-
-def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
-    """Return B, the sequences in a micro-step of one process: --batch_size, or for auto the largest
-    power of two that fits. A micro-step is one forward and backward pass; the gradients of
-    grad_accum_steps of them add up to one optimizer step."""
-    T = args.seq_len
-    total = args.total_batch_size  # tokens
-    sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
-    factors = f"seq_len {T} x {run.world_size} processes"
-    require(rest == 0, f"total_batch_size {total} is not a multiple of {factors}")
-    if args.batch_size is not None:
-        found = f"batch_size {args.batch_size} does not divide the {sequences} sequences"
-        require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
-        return args.batch_size
-    # Beyond 128 sequences an H100 gets no faster
-    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]
-    if run.device.type != "cuda":
-        # 8192 tokens at a time keep a CPU busy, and memory is no concern
-        return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
-    memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
-    fitting = [B for B in powers_of_two if estimate_memory(config, B, args, run) <= memory]
-    advice = "use --recompute, a shorter --seq_len or a smaller --model"
-    require(fitting, f"not even one sequence of {T} tokens fits into this GPU's memory: {advice}")
-    return max(fitting)
-
-
 # -----------------------------------------------------------------------------
 # checkpoints
 
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 
 
-def save_checkpoint(
-    path: Path, model: GPT, optimizers: list[torch.optim.Optimizer], run: Run, **rest
-) -> None:
-    """Write the model, the optimizer state and `rest`, which is numbers, strings, lists and dicts.
-    Every process must call this; only the first writes. The layout does not depend on the number of
-    GPUs or on compilation, so any machine can resume from the file."""
-    weights = dcp.get_model_state_dict(model, options=FULL)
-    optimizer_state = {}  # before the first update: asking for it would make a step of zeros
-    if any(optimizer.state for optimizer in optimizers):
-        optimizer_state = dcp.get_optimizer_state_dict(model, optimizers, options=FULL)
+NUMBERS = {"step", "position", "skipped", "loss_window", "norm_window"}  # of State
+
+
+@dataclass
+class State:
+    """All that the next optimizer step depends on. A checkpoint holds it, so that a resumed run
+    continues bit for bit."""
+
+    model: GPT
+    optimizers: list[torch.optim.Optimizer]
+    scaler: torch.amp.GradScaler
+    # The training loop changes these together, after each update, so that it can save at any time
+    step: int = 0  # updates done
+    position: int = 0  # windows used
+    skipped: int = 0  # updates skipped in a row
+    loss_window: list[float] = field(default_factory=list)  # of z_score
+    norm_window: list[float] = field(default_factory=list)
+
+    def restore(self, checkpoint: dict) -> None:
+        """Continue from a checkpoint, whose weights the model already has."""
+        for name in NUMBERS & checkpoint.keys():  # older checkpoints lack some
+            setattr(self, name, checkpoint[name])
+        if checkpoint["scaler"]:  # empty unless the run used float16
+            self.scaler.load_state_dict(checkpoint["scaler"])
+        saved = checkpoint["optimizer"]
+        if saved:  # empty before the first update
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            for old, group in zip(saved["param_groups"], groups, strict=True):
+                old["weight_decay"] = group["weight_decay"]  # which the flags decide
+            dcp.set_optimizer_state_dict(self.model, self.optimizers, saved, options=FULL)
+
+
+def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
+    """Write the state, the flags and `rest` to log_dir, and delete what --keep does not keep. Every
+    process must call this; only the first writes. The layout does not depend on the number of GPUs
+    or on compilation, so any machine can resume from the file."""
+    if not torch.stack([p.isfinite().all() for p in state.model.parameters()]).all():
+        where = f"the weights are not finite at step {state.step}"
+        raise FloatingPointError(f"{where}; {last_good(args)}")
+    checkpoint = {
+        "model": dcp.get_model_state_dict(state.model, options=FULL),
+        "optimizer": {},  # before the first update: asking for it would make a step of zeros
+        "scaler": state.scaler.state_dict(),
+        **{name: getattr(state, name) for name in NUMBERS},
+        "config": asdict(state.model.config),  # these two rebuild the model and the run
+        "args": vars(args),
+        "world_size": run.world_size,  # if it differs, --resume chooses B again
+        **rest,
+    }
+    if any(optimizer.state for optimizer in state.optimizers):
+        checkpoint["optimizer"] = dcp.get_optimizer_state_dict(
+            state.model, state.optimizers, options=FULL
+        )
     if run.rank == 0:
         # The state dict lists a tied matrix under both names, named_parameters lists it once
-        weights = {name: weights[name] for name, _ in model.named_parameters()}
+        names = [name for name, _ in state.model.named_parameters()]
+        checkpoint["model"] = {name: checkpoint["model"][name] for name in names}
+        path = Path(args.log_dir, f"model_{state.step:05d}.pt")
         try:
             with atomic_write(path) as file:
-                torch.save({"model": weights, "optimizer": optimizer_state, **rest}, file)
-        except (
-            RuntimeError
-        ) as error:  # PyTorch hides the reason, such as a full disk, behind its own
+                torch.save(checkpoint, file)
+        except RuntimeError as error:  # hides the reason, such as a full disk, behind its own
             raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
-    print0(f"saved {path}")
+        print0(f"saved {path}")
+    prune(state, args, run)
 
 
 def load_checkpoint(path: str | Path) -> dict:
@@ -816,27 +803,6 @@ def list_checkpoints(log_dir: str) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-@contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process however that ends. Raises
-    UserError if another process holds it."""
-    require(not Path(folder).is_file(), f"{folder} is a file, expected a folder or a new name")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    if os.name != "posix" or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    import fcntl
-
-    descriptor = os.open(folder, os.O_RDONLY)  # a folder can be locked like a file
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise UserError(f"another process is training in {folder}") from error
-    finally:
-        os.close(descriptor)
-
-
 def find_checkpoint(args: Namespace) -> dict:
     """Return the newest readable checkpoint with --resume, or {} for a run that starts from the
     beginning. Raises UserError if log_dir holds a run and the flags do not say what to do with
@@ -860,9 +826,10 @@ def find_checkpoint(args: Namespace) -> dict:
     return {}
 
 
-def prune(args: Namespace, run: Run) -> None:
-    """Delete all but the newest args.keep checkpoints, or none if args.keep is 0."""
-    if run.rank == 0 and args.keep:
+def prune(state: State, args: Namespace, run: Run) -> None:
+    """Delete all but the newest args.keep checkpoints, or none if args.keep is 0. While updates are
+    skipped, delete none: the run may be diverging, and its older checkpoints the last good ones."""
+    if run.rank == 0 and args.keep and state.skipped == 0:
         for old in list_checkpoints(args.log_dir)[: -args.keep]:
             old.unlink()
 
@@ -871,14 +838,6 @@ def last_good(args: Namespace) -> str:
     """Return a hint at the newest checkpoint, which has finite weights, for an error message."""
     paths = list_checkpoints(args.log_dir)
     return f"the last good checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
-
-
-def restore_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], state: dict) -> None:
-    """Load a checkpoint's optimizer state, except the weight decay, which the flags decide."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for saved, group in zip(state["param_groups"], groups, strict=True):
-        saved["weight_decay"] = group["weight_decay"]
-    dcp.set_optimizer_state_dict(model, optimizers, state, options=FULL)
 
 
 # -----------------------------------------------------------------------------
@@ -905,6 +864,8 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
             sums.append(model(x, y, reduction="none").sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
     total = torch.stack(sums).cpu().double().sum().float().to(run.device)
+    if loader.damage:
+        total += math.nan
     model.train()
     return run.mean(total).item() * run.world_size / (windows * loader.T)
 
@@ -1052,18 +1013,37 @@ def is_due(step: int, every: int, args: Namespace) -> bool:
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
+def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tuple[GPT, nn.Module]:
+    """Return the model, and the same model as the training loop calls it, with DDP around it if
+    there are several processes. Evaluation and checkpoints use the former."""
+    # The weights are drawn on the CPU, so that a seed gives the same ones on every device. After
+    # that PyTorch's global generator is not used: there is no dropout, and the data order and the
+    # samples have generators of their own. So a checkpoint needs no random state. (A fork with
+    # dropout stays exact if each step begins with a torch.manual_seed of its own, made of the seed,
+    # the step and the rank)
+    torch.manual_seed(args.seed)
+    model = GPT(config, args.recompute)
+    if source:  # the checkpoint to resume, or the model of --init_from
+        model.load_weights(source["model"])
+    model.to(run.device)
+    if run.compile:
+        # Every batch has the same shape. Compiling in place lets the parameters keep their names
+        model.compile(dynamic=False)
+    if run.world_size == 1:
+        return model, model
+    # DDP gives every process the weights of the first one, and averages the gradients. With bucket
+    # views it needs no second copy of the gradients
+    return model, DDP(model, gradient_as_bucket_view=True)
+
+
 def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     """Train and return the exit status: 0, or 128 plus the number of the signal that ended it."""
     # What to train, on which data. settle_args, in the next section, decides every flag that was
     # left open, and chooses the model's config and the source of its weights: {} for new ones
     train_shards = open_shards(args.data_dir, "train")
-    data = identify(train_shards)
     args, config, source = settle_args(args, checkpoint, train_shards, run)
-    if checkpoint:
-        check_resume(args, data, checkpoint)
-    start = checkpoint.get("step", 0)  # updates done
-    views = sorted(set(run.gather(f"step {start}, {data['data']}, {data['data_sample']}")))
-    require(len(views) == 1, f"the processes have different checkpoints or data: {views}")
+    data = identify(train_shards)
+    check_run(args, data, checkpoint, run)
     B, T, V = args.batch_size, args.seq_len, config.vocab_size
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
     shuffle_seed = args.seed if args.shuffle else None
@@ -1077,73 +1057,25 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
     if args.sample_every:
         fineweb.get_tokenizer(config.tokenizer)
 
-    # The model. Draw the weights on the CPU, so that a seed gives the same ones on every device.
-    # After that PyTorch's global generator is not used: there is no dropout, and the data order and
-    # the samples have generators of their own. So a checkpoint needs no random state. (A fork with
-    # dropout stays exact if each step begins with a torch.manual_seed of its own, made of the seed,
-    # the step and the rank)
-    torch.manual_seed(args.seed)
-    raw_model = GPT(config, args.recompute)
-    if source:  # the checkpoint to resume, or the model of --init_from
-        raw_model.load_weights(source["model"])
-    raw_model.to(run.device)
-    if run.compile:
-        # Every batch has the same shape. Compiling in place lets the parameters keep their names
-        raw_model.compile(dynamic=False)
-    model = raw_model  # model is for training, raw_model for evaluation and checkpoints
-    if run.world_size > 1:
-        # DDP gives every process the weights of the first one, and averages the gradients. With
-        # bucket views it needs no second copy of the gradients
-        model = DDP(raw_model, gradient_as_bucket_view=True)
-
-    # everything else that the next step depends on
+    # The model, and all else that the next step depends on
+    raw_model, model = make_model(config, source, args, run)
     optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
     # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
     # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
     # skipped below and the factor is halved; after 2000 good steps it is doubled. It is off for
     # other dtypes
     scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    skipped = checkpoint.get("skipped", 0)  # consecutive updates skipped so far
-    loss_window = checkpoint.get("loss_window", [])  # for --skip_loss_z
-    norm_window = checkpoint.get("norm_window", [])  # for --skip_grad_z
+    state = State(raw_model, optimizers, scaler)
     if checkpoint:
-        if checkpoint["optimizer"]:  # empty before the first update
-            restore_optimizers(raw_model, optimizers, checkpoint["optimizer"])
-        if checkpoint["scaler"]:  # empty unless the run used float16
-            scaler.load_state_dict(checkpoint["scaler"])
-        train_loader.reset(checkpoint["position"])
-
-    def save(step: int, position: int, val_loss: float | None = None) -> None:
-        finite = torch.stack([p.isfinite().all() for p in raw_model.parameters()]).all()
-        if not finite:
-            raise FloatingPointError(
-                f"the weights are not finite at step {step}; {last_good(args)}"
-            )
-        state = {
-            # all that the next step depends on, beside weights and optimizer state
-            "step": step,  # updates done
-            "position": position,  # windows used
-            "skipped": skipped,
-            "scaler": scaler.state_dict(),
-            "loss_window": loss_window,  # of z_score
-            "norm_window": norm_window,
-            "config": asdict(config),  # these two rebuild the model and the run
-            "args": vars(args),
-            "world_size": run.world_size,  # if it differs, --resume chooses B again
-            **data,  # --resume refuses other data
-            "val_loss": val_loss,  # for people and tools
-        }
-        path = Path(args.log_dir, f"model_{step:05d}.pt")
-        save_checkpoint(path, raw_model, optimizers, run, **state)
-        if skipped == 0:  # or the good checkpoints of a diverging run would go
-            prune(args, run)
+        state.restore(checkpoint)
+    start = state.step
+    train_loader.reset(state.position)
 
     # Once the first batch is known to be sound, everything has been checked, and --overwrite may
     # delete an earlier run
     train_loader.pending.result()
     log = Log(args, start, run)
-    if skipped == 0:
-        prune(args, run)  # an earlier process may have been killed before it did
+    prune(state, args, run)  # an earlier process may have been killed before it did
     print0(*describe(args, raw_model, data["data"], train_loader.windows, run))
     peak = peak_tokens_per_second(raw_model, T, run)
     signals = catch_signals()
@@ -1165,7 +1097,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if is_due(step, args.sample_every, args) and (step > 0 or args.max_steps == 0):
             print_samples(raw_model, args, run)
         if is_due(step, args.save_every, args) and step > start:
-            save(step, train_loader.position, val_loss)
+            save_checkpoint(state, args, run, **data, val_loss=val_loss)
         if step == args.max_steps:
             break
 
@@ -1174,17 +1106,9 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
         model.zero_grad()
-        position = train_loader.position
-        damage = ""  # what is wrong with this process's data
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
-            try:
-                x, y = train_loader.next_batch()  # (B, T) int64 each
-            except UserError as error:  # shards changed after the start: leave the loop together
-                if step == start and micro_step == 0:
-                    raise
-                damage = str(error)
-                loss_sum += math.nan  # no update
+            x, y = train_loader.next_batch()  # (B, T) int64 each
             # DDP averages the gradients over the processes only if this is True: once per step
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
@@ -1200,11 +1124,17 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
 
         # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
         # get the same four numbers, so they agree whether to update and whether to stop
+        damage = train_loader.damage or val_loader.damage
         found = loss_sum.new_tensor([len(signals), bool(damage)])
         values = run.mean(torch.stack((loss_sum, norm, *found))).tolist()
         loss, norm, stop, damaged = values
-        z_loss = z_score(loss_window, loss)
-        z_norm = z_score(norm_window, norm)
+        if damaged:  # in some process: save the state before this step, which is to be repeated
+            problem = max(run.gather(damage))
+            require(step > start, problem)
+            save_checkpoint(state, args, run, **data)
+            return report(problem, 1)
+        z_loss = z_score(state.loss_window, loss)
+        z_norm = z_score(state.norm_window, norm)
         # An update that is skipped has used up its data and its step all the same
         is_outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
         update = math.isfinite(loss) and math.isfinite(norm) and not is_outlier
@@ -1215,11 +1145,14 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             if update:
                 scaler.step(optimizer)
         scaler.update()
+        state.step = step + 1
+        state.position = train_loader.position
+        state.skipped = 0 if update else state.skipped + 1
         # The GPU may still be busy with the update, whose time then counts in the next step's dt
         dt = time.perf_counter() - t0  # seconds
-        ms = f"{1000 * dt:.2f}"
 
         # the record of the step, and the same as a line to read
+        ms = f"{1000 * dt:.2f}"
         log.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
         tokens_per_second = args.total_batch_size / dt
         line = f"{counter} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {ms}ms"
@@ -1229,22 +1162,18 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if not update:
             line += " | update skipped"
         print0(line)
-        if damaged:  # save the state before this step, which is to be repeated
-            if step > start:
-                save(step, position)
-            return report(max(run.gather(damage)), 1)
-        skipped = 0 if update else skipped + 1
-        if skipped == 20:  # float16's scaler needs fewer to recover from any overflow
+        if state.skipped == 20:  # float16's scaler needs fewer to recover from any overflow
             reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
             raise FloatingPointError(f"{reason}; {last_good(args)}")
         if step == start + 10:  # compilation and warming up are over
             left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
             print0(f"about {left} left, without evaluation")
         if stop:  # SIGTERM or Ctrl-C arrived in some process
-            save(step + 1, train_loader.position)
+            save_checkpoint(state, args, run, **data)
             print0("to continue, run the same command with --resume")
             return (128 + signals[0]) if signals else 0  # 0: another process got the signal
 
+    require(not val_loader.damage, val_loader.damage)  # met by the last validation
     print0(f"done: the log is {Path(args.log_dir, 'log.txt')}")
     if list_checkpoints(args.log_dir):
         log_dir = shlex.quote(args.log_dir)
@@ -1449,6 +1378,58 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     return first_given(args.model, size), config, source, source["args"]["seq_len"]
 
 
+def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int:
+    """Estimate the bytes of GPU memory that training needs with B sequences in a forward pass."""
+    with torch.device("meta"):  # shapes without memory
+        parameters = sum(p.numel() for p in GPT(config).parameters())
+    # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
+    #    16-bit copies of the weights, and of some gradients, take about 4 more
+    fixed = 20 * parameters
+    # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
+    #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
+    #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
+    size = 4  # bytes per value
+    block = 16 * config.n_embd * 4  # bytes per token
+    if run.dtype in ("bfloat16", "float16"):
+        size = 2
+        block = 20 * config.n_embd * 2
+    per_token = config.n_layer * block
+    if args.recompute:  # every block's input, and all values of one block at a time
+        per_token = config.n_layer * config.n_embd * size + block
+    # 3. The logits. Without the kernel and without compilation, copies of them are kept as well:
+    #    12 bytes per logit were measured
+    uses_kernel = triton is not None and run.dtype == "bfloat16"
+    if not (run.compile or uses_kernel):
+        size = 12
+    per_token += config.vocab_size * size
+    return fixed + B * args.seq_len * per_token
+
+
+def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
+    """Return B, the sequences in a micro-step of one process: --batch_size, or for auto the largest
+    power of two that fits. A micro-step is one forward and backward pass; the gradients of
+    grad_accum_steps of them add up to one optimizer step."""
+    T = args.seq_len
+    total = args.total_batch_size  # tokens
+    sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
+    factors = f"seq_len {T} x {run.world_size} processes"
+    require(rest == 0, f"total_batch_size {total} is not a multiple of {factors}")
+    if args.batch_size is not None:
+        found = f"batch_size {args.batch_size} does not divide the {sequences} sequences"
+        require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
+        return args.batch_size
+    # Beyond 128 sequences an H100 gets no faster
+    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]
+    if run.device.type != "cuda":
+        # 8192 tokens at a time keep a CPU busy, and memory is no concern
+        return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
+    memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
+    fitting = [B for B in powers_of_two if estimate_memory(config, B, args, run) <= memory]
+    advice = "use --recompute, a shorter --seq_len or a smaller --model"
+    require(fitting, f"not even one sequence of {T} tokens fits into this GPU's memory: {advice}")
+    return max(fitting)
+
+
 def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> list[str]:
     """Return the lines that a run starts with, given the windows in an epoch of its data."""
     B, T, total = args.batch_size, args.seq_len, args.total_batch_size
@@ -1477,8 +1458,14 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     return lines
 
 
-def check_resume(args: Namespace, data: dict[str, str], checkpoint: dict) -> None:
-    """Raise UserError if the checkpoint is of another run, and print what else has changed."""
+def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run) -> None:
+    """Raise UserError if the processes do not see the same data and the same checkpoint, or if the
+    checkpoint is of another run. Print what else has changed since it was saved."""
+    step = checkpoint.get("step", 0)
+    views = sorted(set(run.gather(f"step {step}, {data['data']}, {data['data_sample']}")))
+    require(len(views) == 1, f"the processes have different checkpoints or data: {views}")
+    if not checkpoint:
+        return
     # An older checkpoint may lack a flag, which then counts as unchanged
     here = vars(args) | data
     there = checkpoint["args"] | {key: checkpoint[key] for key in data if key in checkpoint}
@@ -1492,7 +1479,6 @@ def check_resume(args: Namespace, data: dict[str, str], checkpoint: dict) -> Non
     announced = differences(sorted(here.keys() - {*FIXED, *LOCAL}))
     if announced:
         print0(f"note: changed since the checkpoint: {announced}")
-    step = checkpoint["step"]
     require(step <= args.max_steps, f"{args.log_dir} is at step {step}, beyond {args.max_steps}")
 
 
@@ -1506,6 +1492,27 @@ def run_command(argv: list[str] | None) -> int:
         return use_model(parse_args(argv, stored), source)
     with locked(args.log_dir):
         return start_training(argv, args)
+
+
+@contextmanager
+def locked(folder: str) -> Iterator[None]:
+    """Make the folder and hold its lock, which ends with the process however that ends. Raises
+    UserError if another process holds it."""
+    require(not Path(folder).is_file(), f"{folder} is a file, expected a folder or a new name")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if os.name != "posix" or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)  # a folder can be locked like a file
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise UserError(f"another process is training in {folder}") from error
+    finally:
+        os.close(descriptor)
 
 
 def start_training(argv: list[str] | None, args: Namespace) -> int:
@@ -1541,6 +1548,18 @@ def use_model(args: Namespace, source: dict) -> int:
         run = setup_run(args)
         print_samples(model.to(run.device), args, run)
     return 0
+
+
+def protect_output() -> None:
+    """Replace characters that the terminal cannot show, and open the null device as stdin, stdout
+    or stderr if one is closed, or the next file that is opened would get its number and its
+    text."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def main(argv: list[str] | None = None) -> None:
