@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+# Before torch is imported: tiny tensors gain nothing from a second thread, and where cores are few
+# the threads of several processes wait for each other, which made some tests 50 times slower
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 import torch
