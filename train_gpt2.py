@@ -46,6 +46,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -290,6 +292,16 @@ class GPT(nn.Module):
         # Fused: one kernel updates many tensors, on CUDA, MPS and CPU alike
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         return [adamw]
+
+
+def local(p: Tensor) -> Tensor:
+    """Return this process's part of a sharded tensor, or the tensor itself if it is not sharded."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def whole(p: Tensor) -> Tensor:
+    """Return all of a sharded tensor. Every process must call this."""
+    return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
@@ -748,7 +760,8 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
     """Write the state, the flags and `rest` to log_dir, and delete what --keep does not keep. Every
     process must call this; only the first writes. The layout does not depend on the number of GPUs
     or on compilation, so any machine can resume from the file."""
-    if not torch.stack([p.isfinite().all() for p in state.model.parameters()]).all():
+    finite = torch.stack([local(p).isfinite().all() for p in state.model.parameters()]).all()
+    if not run.agree(finite):
         where = f"the weights are not finite at step {state.step}"
         raise FloatingPointError(f"{where}; {last_good(args)}")
     checkpoint = {
@@ -1015,7 +1028,7 @@ def is_due(step: int, every: int, args: Namespace) -> bool:
 
 def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tuple[GPT, nn.Module]:
     """Return the model, and the same model as the training loop calls it, with DDP around it if
-    there are several processes. Evaluation and checkpoints use the former."""
+    several processes have a copy each. Evaluation and checkpoints use the former."""
     # The weights are drawn on the CPU, so that a seed gives the same ones on every device. After
     # that PyTorch's global generator is not used: there is no dropout, and the data order and the
     # samples have generators of their own. So a checkpoint needs no random state. (A fork with
@@ -1025,6 +1038,16 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
     model = GPT(config, args.recompute)
     if source:  # the checkpoint to resume, or the model of --init_from
         model.load_weights(source["model"])
+    if args.zero:
+        # FSDP2 leaves each process a part of every parameter, of its gradient and of the optimizer
+        # state. It gathers the weights of a block when they are needed: with --zero 2 in the
+        # forward pass, with 3 in the backward pass again. The last call takes what is not in a
+        # block, the tied matrix among it
+        for part in [*model.transformer.h, model]:
+            if run.compile and part is not model:
+                part.compile(dynamic=False)
+            fully_shard(part, reshard_after_forward=args.zero == 3)
+        return model, model
     model.to(run.device)
     if run.compile:
         # Every batch has the same shape. Compiling in place lets the parameters keep their names
@@ -1109,7 +1132,8 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
             x, y = train_loader.next_batch()  # (B, T) int64 each
-            # DDP averages the gradients over the processes only if this is True: once per step
+            # DDP averages the gradients over the processes only if this is True: once per step. A
+            # sharded model always does, and so never has the whole gradient
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
                 # Gradients of micro-steps add up, and the step needs their mean
@@ -1120,7 +1144,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             scaler.unscale_(optimizer)  # the norm is that of the true gradients
         # Clip the norm, so that one bad batch cannot throw the weights far off. GPT-3 clips to 1.0.
         # The norm before clipping is returned
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
+        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
 
         # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
         # get the same four numbers, so they agree whether to update and whether to stop
@@ -1224,6 +1248,7 @@ FLAGS = {
     # precision and speed
     "device": ("auto", "where to compute"),
     "dtype": ("auto", "precision of matrix products"),
+    "zero": (0, "shard over the GPUs: 2: gradients and optimizer state, 3: also the weights"),
     "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
     "recompute": (False, "save memory: compute each block again in the backward pass"),
     # evaluation
@@ -1252,6 +1277,7 @@ FLAGS = {
 }
 CHOICES = {
     "schedule": tuple(SCHEDULES),
+    "zero": (0, 1, 2, 3),
     "device": ("auto", "cuda", "mps", "cpu"),
     "dtype": ("auto", "bfloat16", "float16", "tf32", "float32"),
 }
@@ -1348,6 +1374,8 @@ def settle_args(
     require(new.warmup_steps <= new.max_steps, too_long)
     # A model from a folder may have a size that is not in SIZES, and gets the learning rate of d12
     new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
+    needs = "it shards a model over several processes, in bfloat16, tf32 or float32"
+    require(not args.zero or (run.world_size > 1 and run.dtype != "float16"), f"--zero: {needs}")
     # GPT-3 decays to a tenth
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
     every = 0 if run.device.type == "cpu" else 250  # HellaSwag takes half an hour on a CPU
@@ -1383,8 +1411,11 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in GPT(config).parameters())
     # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
-    #    16-bit copies of the weights, and of some gradients, take about 4 more
+    #    16-bit copies of the weights, and of some gradients, take about 4 more. With --zero the 16
+    #    bytes are shared out, and the whole weights, gathered, take 4 more at most
     fixed = 20 * parameters
+    if args.zero:
+        fixed = (16 / run.world_size + 8) * parameters
     # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
     #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
     #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes

@@ -4,17 +4,21 @@ Environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that
 written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of the model.
 KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
+HELLASWAG=path takes the examples from there, so that nothing is downloaded.
 """
 
 import os
 import signal
+from pathlib import Path
 
 import conftest
 import torch
 from torch.nn import functional as F
 
+import hellaswag
 import train_gpt2
 
+hellaswag.FILE = Path(os.environ.get("HELLASWAG", hellaswag.FILE))
 train_gpt2.SIZES["test"] = conftest.TINY
 torch.use_deterministic_algorithms(True)
 

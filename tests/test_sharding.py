@@ -1,0 +1,60 @@
+"""--zero: a sharded run is the run of one process, and every checkpoint fits every run."""
+
+import pytest
+from conftest import FLAGS, read_log, run_main, run_script, write_shards
+from test_hellaswag import write_examples
+from test_training import assert_close, weights
+
+OPTIMIZERS = ["adamw"]
+EVERY = ["--val_every", 3, "--save_every", 3, "--sample_every", 3, "--hellaswag_every", 3]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that trains in a number of processes and returns log.txt."""
+    data = write_shards(tmp_path / "data")
+    examples = write_examples(tmp_path / "raw.jsonl")
+
+    def run(log_dir, processes, *flags):
+        where = ["--data_dir", data, "--log_dir", tmp_path / log_dir, *FLAGS, *EVERY]
+        where += ["--batch_size", 2, "--num_samples", 2]
+        status, out, err = run_script([*where, *flags], processes, HELLASWAG=str(examples))
+        assert status == 0, err
+        return read_log(tmp_path / log_dir), [
+            line for line in out.splitlines() if line.startswith("sample ")
+        ]
+
+    return run
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimizer):
+    """Gradients summed over shards instead of averaged, a norm or an evaluation of one shard only."""
+    flags = ["--max_steps", 6]
+    one, samples = start("one", 1, *flags)
+    sharded, its_samples = start("sharded", 2, *flags, "--zero", zero)
+    assert {"train", "norm", "val", "hella"} <= sharded.keys()
+    assert_close(one, sharded)
+    assert samples == its_samples and samples
+    a, b = weights(tmp_path / "one", 6), weights(tmp_path / "sharded", 6)
+    assert {n: p.shape for n, p in a.items()} == {n: p.shape for n, p in b.items()}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start, optimizer):
+    """A checkpoint that holds shards, or optimizer state keyed by what one mode calls a parameter."""
+    flags = ["--resume", "--warmup_steps", 2]
+    flags += ["--schedule", "constant"]  # the number of steps must not shape the learning rate
+    unbroken, _ = start("one", 1, *flags, "--max_steps", 12)
+    for max_steps, processes, zero in ((3, 2, 3), (6, 4, 0), (9, 1, 0), (12, 4, 2)):
+        where = ["--max_steps", max_steps, "--zero", zero]
+        crossing, _ = start("crossing", processes, *flags, *where)
+    assert_close(unbroken, crossing)
+
+
+@pytest.mark.parametrize("flags", [["--zero", "2"], ["--zero", "3"]])
+def test_sharding_one_process_is_refused(tmp_path, shards, capsys, flags):
+    """A flag that does nothing, or an assertion in a library."""
+    assert run_main("--data_dir", shards, "--log_dir", tmp_path / "log", *FLAGS, *flags) == 2
+    assert "--zero: it shards a model over several processes" in capsys.readouterr().err
