@@ -98,11 +98,13 @@ def break_loss(change, active=True) -> None:
     F.cross_entropy = cross_entropy
 
 
-def start_script(argv, processes=1, **broken) -> subprocess.Popen:
+def start_script(argv, processes=1, launcher=None, **broken) -> subprocess.Popen:
     """Start the trainer with the size `test`, alone or under torchrun; broken: see run_tiny.py."""
     script = [str(Path(__file__).parent / "run_tiny.py"), *(str(arg) for arg in argv)]
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [sys.executable, *(launcher if processes > 1 else []), *script]
+    if processes > 1:
+        launcher = ["--standalone", f"--nproc_per_node={processes}"]
+    torchrun = ["-m", "torch.distributed.run", *launcher] if launcher else []
+    command = [sys.executable, *torchrun, *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **broken}
     return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True,
                             stderr=subprocess.PIPE)  # fmt: skip

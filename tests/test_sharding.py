@@ -1,7 +1,9 @@
-"""--zero: a sharded run is the run of one process, and every checkpoint fits every run."""
+"""Several processes: a sharded run is the run of one process, and every checkpoint fits every run."""
+
+import socket
 
 import pytest
-from conftest import FLAGS, read_log, run_main, run_script, write_shards
+from conftest import FLAGS, read_log, run_main, run_script, start_script, write_shards
 from test_hellaswag import write_examples
 from test_training import assert_close, weights
 
@@ -51,6 +53,23 @@ def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start, opt
         where = ["--max_steps", max_steps, "--zero", zero]
         crossing, _ = start("crossing", processes, *flags, *where)
     assert_close(unbroken, crossing)
+
+
+def test_two_machines_give_the_run_of_one(tmp_path, shards):
+    """Ranks counted per machine: both would train on the same data, or write the same files."""
+    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 6, "--batch_size", 2]
+    assert run_main(*flags, "--log_dir", tmp_path / "one") == 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{port}"]
+    flags += ["--log_dir", tmp_path / "two"]
+    machines = [start_script(flags, launcher=launcher) for _ in range(2)]
+    outputs = [machine.communicate(timeout=120) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
+    assert sum("done:" in out for out, _ in outputs) == 1, "one printer"
 
 
 @pytest.mark.parametrize("flags", [["--zero", "2"], ["--zero", "3"]])
