@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -276,14 +276,22 @@ class GPT(nn.Module):
         self.load_state_dict(weights, strict=False)
 
     def configure_optimizers(
-        self, weight_decay: float, learning_rate: float
+        self, weight_decay: float, learning_rate: float, optimizer: str = "adamw"
     ) -> list[torch.optim.Optimizer]:
-        """Return a list of optimizers that together update every parameter. Here it holds one
-        AdamW, with the betas and eps of the GPT-3 paper; a fork may add others. Matrices and
-        embeddings decay, which keeps them small. Biases and LayerNorms do not, because decay would
-        pull the scales of LayerNorms away from 1."""
-        matrices = [p for p in self.parameters() if p.dim() >= 2]
-        vectors = [p for p in self.parameters() if p.dim() < 2]  # biases and LayerNorm weights
+        """Return a list of optimizers that together update every parameter once: AdamW, with the
+        betas and eps of the GPT-3 paper, or for "muon" two: Muon for the matrices of the blocks and
+        AdamW for the rest. Matrices and embeddings decay, which keeps them small. Biases and
+        LayerNorms do not, because decay would pull the scales of LayerNorms away from 1."""
+        matrices, vectors, hidden, qkv = [], [], [], []
+        for name, p in self.named_parameters():  # a tied matrix once
+            if p.dim() < 2:  # biases and LayerNorm weights
+                vectors.append(p)
+            elif optimizer == "adamw" or ".h." not in name:
+                matrices.append(p)
+            elif name.endswith("c_attn.weight"):
+                qkv.append(p)
+            else:
+                hidden.append(p)
         # A group of parameters has its own settings; the learning rate is set before every step
         groups = [
             {"params": matrices, "weight_decay": weight_decay},
@@ -291,7 +299,11 @@ class GPT(nn.Module):
         ]
         # Fused: one kernel updates many tensors, on CUDA, MPS and CPU alike
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        return [adamw]
+        if optimizer == "adamw":
+            return [adamw]
+        # The rows of c_attn are three matrices, one for q, k and v each
+        groups = [{"params": hidden, "matrices": 1}, {"params": qkv, "matrices": 3}]
+        return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
 
 
 def local(p: Tensor) -> Tensor:
@@ -302,6 +314,13 @@ def local(p: Tensor) -> Tensor:
 def whole(p: Tensor) -> Tensor:
     """Return all of a sharded tensor. Every process must call this."""
     return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def like(whole: Tensor, p: Tensor) -> Tensor:
+    """Return a tensor that every process has as a whole, sharded as p is."""
+    if not isinstance(p, DTensor):
+        return whole
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
@@ -547,7 +566,79 @@ def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
 
 
 # -----------------------------------------------------------------------------
-# the learning rate, and which updates to skip
+# Muon, the learning rate, and which updates to skip
+
+
+class Muon(torch.optim.Optimizer):
+    """Update matrices along the average of their gradients, made orthogonal: all its singular
+    values, of which a few large ones would dominate the update, become about 1. Source: Jordan et
+    al. 2024, kellerjordan.github.io/posts/muon, and for `scale` Liu et al. 2025, arXiv:2502.16982.
+
+    torch.optim.Muon handles one matrix after another, which costs a thousand kernel launches. Here
+    matrices of one shape are stacked, and each process makes its share of a stack orthogonal."""
+
+    def __init__(self, groups: list[dict], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every matrix. A sharded parameter is gathered as a whole, and each process then
+        applies its own part of the update."""
+        for group in self.param_groups:
+            for shape in sorted({p.shape for p in group["params"]}):
+                params = [p for p in group["params"] if p.shape == shape]
+                self.update(params, group)
+
+    def update(self, params: list[Tensor], group: dict) -> None:
+        """Update parameters of the same shape."""
+        updates = []
+        for p in params:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            average = self.state[p]["momentum_buffer"]
+            average.lerp_(p.grad, 1 - group["momentum"])
+            # Nesterov's momentum: the average as it would be after the same gradient once more
+            update = p.grad.lerp(average, group["momentum"])
+            # bfloat16 is exact enough; a CPU computes faster in float32
+            updates.append(whole(update.bfloat16() if p.is_cuda else update))
+        rows, columns = params[0].shape
+        rows //= group["matrices"]
+        stack = torch.stack(updates).view(-1, rows, columns)
+        stack = orthogonalize_shared(stack).view(len(params), -1, columns)
+        # An orthogonal matrix has entries of root mean square max(rows, columns) ** -0.5. Scale to
+        # 0.2, which AdamW's updates have, so that one learning rate serves both optimizers
+        scale = 0.2 * max(rows, columns) ** 0.5
+        for p, update in zip(params, stack, strict=True):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            local(p).add_(local(like(update, p)), alpha=-group["lr"] * scale)
+
+
+def orthogonalize_shared(stack: Tensor) -> Tensor:
+    """Return orthogonalize(stack), of which every process computes a share."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return orthogonalize(stack)
+    share = math.ceil(len(stack) / world_size)
+    padded = F.pad(stack, (0, 0, 0, 0, 0, share * world_size - len(stack)))
+    mine = orthogonalize(padded.chunk(world_size)[dist.get_rank()]).contiguous()
+    shares = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(shares, mine)
+    return torch.cat(shares)[: len(stack)]
+
+
+def orthogonalize(stack: Tensor) -> Tensor:
+    """Return the matrices (n, rows, columns) with their singular vectors, and singular values near
+    1. Five steps of a Newton-Schulz iteration do this without computing the vectors: each applies
+    the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value s, which moves it from
+    (0, 1] to between 0.7 and 1.2. Source: as for Muon."""
+    is_tall = stack.size(1) > stack.size(2)
+    x = stack.mT if is_tall else stack  # x @ x.mT is then the smaller of two products
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is above 1 now
+    for _ in range(5):
+        a = x @ x.mT  # s^2
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.7750 s^2 + 2.0315 s^4
+        x = torch.baddbmm(x, b, x, beta=3.4445)
+    return x.mT if is_tall else x
 
 
 # t goes from 0, at the end of the warmup, to 1, at the end of the run; w is the share of the steps
@@ -1082,7 +1173,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
 
     # The model, and all else that the next step depends on
     raw_model, model = make_model(config, source, args, run)
-    optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr)
+    optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
     # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
     # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
     # skipped below and the factor is halved; after 2000 good steps it is doubled. It is off for
@@ -1215,6 +1306,8 @@ QUICKSTART = {
     "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 800, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
+# --optimizer muon. tests/benchmarks/README.md has the runs that these values come from
+MUON = {"schedule": "wsd", "weight_decay": 0.2, "min_lr": 0.0}
 
 
 def auto_or_int(text: str) -> int | None:
@@ -1237,6 +1330,7 @@ FLAGS = {
     "max_steps": (19073, "optimizer steps"),  # 10B tokens / 2**19
     "epochs": (float, "set max_steps from the amount of data instead"),
     # optimizer
+    "optimizer": ("adamw", "muon: needs fewer than half the tokens; sets the defaults below"),
     "warmup_steps": (int, "(default: 715, or the same share of a shorter run)"),
     "max_lr": (float, "peak learning rate (default: GPT-3's for a model of this size)"),
     "min_lr": (float, "learning rate at the end (default: a tenth of max_lr)"),
@@ -1276,6 +1370,7 @@ FLAGS = {
     "top_k": (50, "draw from this many most likely tokens, 0: from all"),
 }
 CHOICES = {
+    "optimizer": ("adamw", "muon"),
     "schedule": tuple(SCHEDULES),
     "zero": (0, 1, 2, 3),
     "device": ("auto", "cuda", "mps", "cpu"),
@@ -1289,6 +1384,7 @@ FIXED = (
     "model",
     "seq_len",
     "total_batch_size",
+    "optimizer",
     "schedule",
     "seed",
     "shuffle",
@@ -1329,6 +1425,8 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
     args = parser.parse_args(argv)  # a first time, to look for --quickstart
     if args.quickstart:
         parser.set_defaults(**QUICKSTART)
+    if parser.parse_args(argv).optimizer == "muon":
+        parser.set_defaults(**MUON)
     kept = FLAGS.keys() - set(LOCAL)
     parser.set_defaults(**{flag: value for flag, value in stored.items() if flag in kept})
     args = parser.parse_args(argv)
@@ -1368,12 +1466,17 @@ def settle_args(
         steps = args.epochs * windows * new.seq_len / args.total_batch_size
         new.max_steps = max(1, int(steps))
         new.epochs = None  # max_steps says it now
+    # A model from a folder may have a size that is not in SIZES, and gets the learning rate of d12
+    rate = SIZES.get(new.model, SIZES["d12"])[-1]
     # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
-    new.warmup_steps = first_given(args.warmup_steps, round(715 * min(1, new.max_steps / 19073)))
+    warmup = round(715 * min(1, new.max_steps / 19073))
+    if args.optimizer == "muon":  # its steps have the same length from the first one on
+        rate *= 10
+        warmup = min(10, warmup)
+    new.max_lr = first_given(args.max_lr, rate)
+    new.warmup_steps = first_given(args.warmup_steps, warmup)
     too_long = f"warmup_steps {new.warmup_steps} is more than max_steps {new.max_steps}"
     require(new.warmup_steps <= new.max_steps, too_long)
-    # A model from a folder may have a size that is not in SIZES, and gets the learning rate of d12
-    new.max_lr = first_given(args.max_lr, SIZES.get(new.model, SIZES["d12"])[-1])
     needs = "it shards a model over several processes, in bfloat16, tf32 or float32"
     require(not args.zero or (run.world_size > 1 and run.dtype != "float16"), f"--zero: {needs}")
     # GPT-3 decays to a tenth
@@ -1497,9 +1600,10 @@ def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run)
     require(len(views) == 1, f"the processes have different checkpoints or data: {views}")
     if not checkpoint:
         return
-    # An older checkpoint may lack a flag, which then counts as unchanged
+    # An older checkpoint may lack a flag, which then counts as unchanged, or as what it was then
     here = vars(args) | data
-    there = checkpoint["args"] | {key: checkpoint[key] for key in data if key in checkpoint}
+    there = {"optimizer": "adamw", "zero": 0} | checkpoint["args"]
+    there |= {key: checkpoint[key] for key in data if key in checkpoint}
 
     def differences(keys: list[str]) -> str:
         differing = [key for key in keys if key in there and here[key] != there[key]]

@@ -7,7 +7,7 @@ from conftest import FLAGS, read_log, run_main, run_script, start_script, write_
 from test_hellaswag import write_examples
 from test_training import assert_close, weights
 
-OPTIMIZERS = ["adamw"]
+OPTIMIZERS = ["adamw", "muon"]
 EVERY = ["--val_every", 3, "--save_every", 3, "--sample_every", 3, "--hellaswag_every", 3]
 
 
@@ -33,7 +33,7 @@ def start(tmp_path):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimizer):
     """Gradients summed over shards instead of averaged, a norm or an evaluation of one shard only."""
-    flags = ["--max_steps", 6]
+    flags = ["--max_steps", 6, "--optimizer", optimizer]
     one, samples = start("one", 1, *flags)
     sharded, its_samples = start("sharded", 2, *flags, "--zero", zero)
     assert {"train", "norm", "val", "hella"} <= sharded.keys()
@@ -46,7 +46,7 @@ def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimize
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start, optimizer):
     """A checkpoint that holds shards, or optimizer state keyed by what one mode calls a parameter."""
-    flags = ["--resume", "--warmup_steps", 2]
+    flags = ["--optimizer", optimizer, "--resume", "--warmup_steps", 2]
     flags += ["--schedule", "constant"]  # the number of steps must not shape the learning rate
     unbroken, _ = start("one", 1, *flags, "--max_steps", 12)
     for max_steps, processes, zero in ((3, 2, 3), (6, 4, 0), (9, 1, 0), (12, 4, 2)):
