@@ -9,8 +9,9 @@ Train GPT-2 from scratch, in one file that reads from top to bottom.
     python train_gpt2.py --help                                   list every flag
 
 The file follows the order of a lecture: the model, generation, data, the learning rate schedule,
-devices and processes, checkpoints, evaluation, the log, training, and the command line. Two
-appendices come last: the loss as a Triton kernel, and weights in Hugging Face's format.
+devices and processes, checkpoints, evaluation, the log, training, and the command line. Three
+appendices come last: the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's
+format.
 
 Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
 size, nh the number of attention heads, hs the size of a head, and N = B * T a number of tokens. A
@@ -279,9 +280,11 @@ class GPT(nn.Module):
         self, weight_decay: float, learning_rate: float, optimizer: str = "adamw"
     ) -> list[torch.optim.Optimizer]:
         """Return a list of optimizers that together update every parameter once: AdamW, with the
-        betas and eps of the GPT-3 paper, or for "muon" two: Muon for the matrices of the blocks and
-        AdamW for the rest. Matrices and embeddings decay, which keeps them small. Biases and
-        LayerNorms do not, because decay would pull the scales of LayerNorms away from 1."""
+        betas and eps of the GPT-3 paper, or for "muon" two: Muon (appendix B) for the matrices of
+        the blocks and AdamW for the rest. Muon is made for matrices that map one hidden vector to
+        another; embeddings are tables, of which a batch uses some rows. Matrices and embeddings
+        decay, which keeps them small. Biases and LayerNorms do not, because decay would pull the
+        scales of LayerNorms away from 1."""
         matrices, vectors, hidden, qkv = [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
             if p.dim() < 2:  # biases and LayerNorm weights
@@ -301,26 +304,10 @@ class GPT(nn.Module):
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         if optimizer == "adamw":
             return [adamw]
-        # The rows of c_attn are three matrices, one for q, k and v each
-        groups = [{"params": hidden, "matrices": 1}, {"params": qkv, "matrices": 3}]
+        # c_attn is three matrices on top of each other, for q, k and v. Orthogonalized as one, the
+        # largest of them would take most of the update
+        groups = [{"params": hidden, "stacked": 1}, {"params": qkv, "stacked": 3}]
         return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
-
-
-def local(p: Tensor) -> Tensor:
-    """Return this process's part of a sharded tensor, or the tensor itself if it is not sharded."""
-    return p.to_local() if isinstance(p, DTensor) else p
-
-
-def whole(p: Tensor) -> Tensor:
-    """Return all of a sharded tensor. Every process must call this."""
-    return p.full_tensor() if isinstance(p, DTensor) else p
-
-
-def like(whole: Tensor, p: Tensor) -> Tensor:
-    """Return a tensor that every process has as a whole, sharded as p is."""
-    if not isinstance(p, DTensor):
-        return whole
-    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
@@ -409,6 +396,7 @@ def read_meta(data_dir: str) -> dict:
     """Return tokenizer, vocab_size and eot from the folder's meta.json, {} if it has none and so
     holds GPT-2 tokens. Raises UserError if fineweb.py has not finished the folder."""
     path = Path(data_dir) / "meta.json"  # written by fineweb.py
+    # fineweb.py --part leaves one of these for each part, until --merge makes them one dataset
     parts = list(Path(data_dir).glob("meta-*.json"))
     if not path.exists():
         require(not parts, f"{data_dir} holds parts: `python fineweb.py --merge --out {data_dir}`")
@@ -517,8 +505,8 @@ class DataLoaderLite:
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, T) int64 each, on the device. If a shard has been damaged
-        since the start, note it in self.damage and return zeros, which the caller must not use:
-        all processes have to leave the training loop together."""
+        since the start, note it in self.damage and return zeros. The caller must not use what it
+        computes from them, but it does compute: all processes leave the training loop together."""
         try:
             x, y = self.pending.result()
         except UserError as error:  # raised in the thread
@@ -550,8 +538,8 @@ class DataLoaderLite:
         shard = int(shard_order[place])
         name = self.names[shard]
         window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
-        # i - ends[place] is negative and counts from the end of this shard's order
-        start = int(window_order[i - ends[place]]) * self.T
+        first = ends[place] - len(window_order)  # windows in the shards before this one
+        start = int(window_order[i - first]) * self.T
         tokens = self.shards[name][start : start + self.T + 1]
         if tokens.max() >= self.V:  # a GPU would only show a failed assertion in a kernel
             raise UserError(f"{name} is damaged: a token at {start} or after is not below {self.V}")
@@ -566,89 +554,17 @@ def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
 
 
 # -----------------------------------------------------------------------------
-# Muon, the learning rate, and which updates to skip
+# the learning rate, and which updates to skip
 
 
-class Muon(torch.optim.Optimizer):
-    """Update matrices along the average of their gradients, made orthogonal: all its singular
-    values, of which a few large ones would dominate the update, become about 1. Source: Jordan et
-    al. 2024, kellerjordan.github.io/posts/muon, and for `scale` Liu et al. 2025, arXiv:2502.16982.
-
-    torch.optim.Muon handles one matrix after another, which costs a thousand kernel launches. Here
-    matrices of one shape are stacked, and each process makes its share of a stack orthogonal."""
-
-    def __init__(self, groups: list[dict], lr: float, weight_decay: float, momentum: float = 0.95):
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every matrix. A sharded parameter is gathered as a whole, and each process then
-        applies its own part of the update."""
-        for group in self.param_groups:
-            for shape in sorted({p.shape for p in group["params"]}):
-                params = [p for p in group["params"] if p.shape == shape]
-                self.update(params, group)
-
-    def update(self, params: list[Tensor], group: dict) -> None:
-        """Update parameters of the same shape."""
-        updates = []
-        for p in params:
-            if p not in self.state:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            average = self.state[p]["momentum_buffer"]
-            average.lerp_(p.grad, 1 - group["momentum"])
-            # Nesterov's momentum: the average as it would be after the same gradient once more
-            update = p.grad.lerp(average, group["momentum"])
-            # bfloat16 is exact enough; a CPU computes faster in float32
-            updates.append(whole(update.bfloat16() if p.is_cuda else update))
-        rows, columns = params[0].shape
-        rows //= group["matrices"]
-        stack = torch.stack(updates).view(-1, rows, columns)
-        stack = orthogonalize_shared(stack).view(len(params), -1, columns)
-        # An orthogonal matrix has entries of root mean square max(rows, columns) ** -0.5. Scale to
-        # 0.2, which AdamW's updates have, so that one learning rate serves both optimizers
-        scale = 0.2 * max(rows, columns) ** 0.5
-        for p, update in zip(params, stack, strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            local(p).add_(local(like(update, p)), alpha=-group["lr"] * scale)
-
-
-def orthogonalize_shared(stack: Tensor) -> Tensor:
-    """Return orthogonalize(stack), of which every process computes a share."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if world_size == 1:
-        return orthogonalize(stack)
-    share = math.ceil(len(stack) / world_size)
-    padded = F.pad(stack, (0, 0, 0, 0, 0, share * world_size - len(stack)))
-    mine = orthogonalize(padded.chunk(world_size)[dist.get_rank()]).contiguous()
-    shares = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(shares, mine)
-    return torch.cat(shares)[: len(stack)]
-
-
-def orthogonalize(stack: Tensor) -> Tensor:
-    """Return the matrices (n, rows, columns) with their singular vectors, and singular values near
-    1. Five steps of a Newton-Schulz iteration do this without computing the vectors: each applies
-    the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value s, which moves it from
-    (0, 1] to between 0.7 and 1.2. Source: as for Muon."""
-    is_tall = stack.size(1) > stack.size(2)
-    x = stack.mT if is_tall else stack  # x @ x.mT is then the smaller of two products
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is above 1 now
-    for _ in range(5):
-        a = x @ x.mT  # s^2
-        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.7750 s^2 + 2.0315 s^4
-        x = torch.baddbmm(x, b, x, beta=3.4445)
-    return x.mT if is_tall else x
-
-
-# t goes from 0, at the end of the warmup, to 1, at the end of the run; w is the share of the steps
-# that warm up. Each function returns where the learning rate is between min_lr (0) and max_lr (1).
-# Add a function here to add a schedule. wsd stands for warmup, stable, decay (arXiv:2405.18392)
+# t goes from 0, at the end of the warmup, to 1, at the end of the run. Each function returns where
+# the learning rate is between min_lr (0) and max_lr (1). Add a function here to add a schedule. wsd
+# stands for warmup, stable, decay (arXiv:2405.18392)
 SCHEDULES = {
-    "cosine": lambda t, w: 0.5 * (1 + math.cos(math.pi * t)),
-    "linear": lambda t, w: 1 - t,
-    "constant": lambda t, w: 1.0,
-    "wsd": lambda t, w: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
+    "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
+    "linear": lambda t: 1 - t,
+    "constant": lambda t: 1.0,
+    "wsd": lambda t: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
 }
 
 
@@ -657,8 +573,7 @@ def get_lr(step: int, args: Namespace) -> float:
     if step < args.warmup_steps:  # step + 1, because a first rate of 0 would waste the update
         return args.max_lr * (step + 1) / args.warmup_steps
     t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
-    w = args.warmup_steps / max(1, args.max_steps)
-    return args.min_lr + SCHEDULES[args.schedule](t, w) * (args.max_lr - args.min_lr)
+    return args.min_lr + SCHEDULES[args.schedule](t) * (args.max_lr - args.min_lr)
 
 
 def z_score(window: list[float], value: float) -> float:
@@ -698,8 +613,8 @@ def print0(*lines: str) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """Where and how this process computes. setup_run makes it. Its methods work alike for one
-    process and for many, so the training loop need not distinguish them."""
+    """Where and how this process of a training run computes. setup_run makes it. Its methods work
+    alike for one process and for many, so the training loop need not distinguish them."""
 
     device: torch.device
     dtype: str  # bfloat16, float16, tf32 or float32
@@ -751,6 +666,17 @@ class Run:
         yield
         if self.rank == 0:
             self.agree(True)  # let the others go on
+
+
+def local(p: Tensor) -> Tensor:
+    """Return this process's part of a parameter that --zero shards (a DTensor), or all of another
+    tensor."""
+    return p.to_local() if isinstance(p, DTensor) else p
+
+
+def gathered(p: Tensor) -> Tensor:
+    """Return the whole of a tensor, sharded or not. Every process must call this."""
+    return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def setup_run(args: Namespace) -> Run:
@@ -815,7 +741,8 @@ def choose_device(name: str) -> torch.device:
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 
 
-NUMBERS = {"step", "position", "skipped", "loss_window", "norm_window"}  # of State
+# the fields of State that a checkpoint holds as they are
+NUMBERS = {"step", "position", "skipped", "loss_window", "norm_window"}
 
 
 @dataclass
@@ -857,7 +784,7 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
         raise FloatingPointError(f"{where}; {last_good(args)}")
     checkpoint = {
         "model": dcp.get_model_state_dict(state.model, options=FULL),
-        "optimizer": {},  # before the first update: asking for it would make a step of zeros
+        "optimizer": {},  # before the first update, when PyTorch would make a state by a step
         "scaler": state.scaler.state_dict(),
         **{name: getattr(state, name) for name in NUMBERS},
         "config": asdict(state.model.config),  # these two rebuild the model and the run
@@ -877,7 +804,7 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
         try:
             with atomic_write(path) as file:
                 torch.save(checkpoint, file)
-        except RuntimeError as error:  # hides the reason, such as a full disk, behind its own
+        except RuntimeError as error:  # torch.save hides the reason, such as a full disk
             raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
         print0(f"saved {path}")
     prune(state, args, run)
@@ -886,7 +813,7 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
 def load_checkpoint(path: str | Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU. Raises
     UserError if the file is not a whole checkpoint."""
-    # open names a missing permission, which is_zipfile would take for damage
+    # open comes first: it names a missing permission, which is_zipfile would call damage
     with reading(path), open(path, "rb") as file:
         require(is_zipfile(file), "it is not a checkpoint, or only a part of one")
         damaged = ZipFile(file).testzip()  # compares all checksums, 2 GB per second
@@ -947,13 +874,15 @@ def last_good(args: Namespace) -> str:
 # -----------------------------------------------------------------------------
 # evaluation. Each function takes the model without its DDP wrapper, because the wrapper's forward
 # pass may communicate. The processes can then run batches of different shapes without waiting for
-# each other. They meet once, when validate or hellaswag.score adds up what each has computed
+# each other, and meet once, when validate or hellaswag.score adds up what each has computed. A
+# model that --zero shards communicates in every forward pass, to gather the weights. Therefore both
+# functions see to it that every process computes the same number of batches
 
 
 @torch.no_grad()
 def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float:
     """Return the mean loss in nats per token over the first tokens // T windows of the split, at
-    least one and at most all. They are the same for every B and every number of processes."""
+    least one and at most all. These windows are the same for every B and number of processes."""
     model.eval()
     loader.reset()
     windows = min(max(1, tokens // loader.T), loader.windows)
@@ -1130,13 +1059,13 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
     if source:  # the checkpoint to resume, or the model of --init_from
         model.load_weights(source["model"])
     if args.zero:
-        # FSDP2 leaves each process a part of every parameter, of its gradient and of the optimizer
-        # state. It gathers the weights of a block when they are needed: with --zero 2 in the
-        # forward pass, with 3 in the backward pass again. The last call takes what is not in a
-        # block, the tied matrix among it
+        # FSDP2 moves to each GPU a part of every parameter; gradients and optimizer state have the
+        # same parts. It gathers the weights of a block when they are needed. --zero 2 keeps them
+        # from the forward to the backward pass; 3 frees them after each, and gathers them twice.
+        # The last call takes what is not in a block, the tied matrix among it
         for part in [*model.transformer.h, model]:
             if run.compile and part is not model:
-                part.compile(dynamic=False)
+                part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
             fully_shard(part, reshard_after_forward=args.zero == 3)
         return model, model
     model.to(run.device)
@@ -1223,8 +1152,8 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
             x, y = train_loader.next_batch()  # (B, T) int64 each
-            # DDP averages the gradients over the processes only if this is True: once per step. A
-            # sharded model always does, and so never has the whole gradient
+            # DDP averages the gradients over the processes only if this is True: once per step.
+            # (Other models do not know it; a sharded one averages after every backward pass)
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
                 # Gradients of micro-steps add up, and the step needs their mean
@@ -1235,16 +1164,17 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
             scaler.unscale_(optimizer)  # the norm is that of the true gradients
         # Clip the norm, so that one bad batch cannot throw the weights far off. GPT-3 clips to 1.0.
         # The norm before clipping is returned
-        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
+        norm = gathered(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
 
         # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
-        # get the same four numbers, so they agree whether to update and whether to stop
+        # get the same four numbers, so they agree whether to update and whether to stop. The last
+        # two are above 0 if any process has received a signal or met damaged data
         damage = train_loader.damage or val_loader.damage
-        found = loss_sum.new_tensor([len(signals), bool(damage)])
-        values = run.mean(torch.stack((loss_sum, norm, *found))).tolist()
+        flags = loss_sum.new_tensor([len(signals), bool(damage)])
+        values = run.mean(torch.stack((loss_sum, norm, *flags))).tolist()
         loss, norm, stop, damaged = values
         if damaged:  # in some process: save the state before this step, which is to be repeated
-            problem = max(run.gather(damage))
+            problem = max(run.gather(damage))  # "" where there is none
             require(step > start, problem)
             save_checkpoint(state, args, run, **data)
             return report(problem, 1)
@@ -1277,7 +1207,7 @@ def train(args: Namespace, checkpoint: dict, run: Run) -> int:
         if not update:
             line += " | update skipped"
         print0(line)
-        if state.skipped == 20:  # float16's scaler needs fewer to recover from any overflow
+        if state.skipped == 20:  # float16's scaler recovers within 16, from 2**16 to 1
             reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
             raise FloatingPointError(f"{reason}; {last_good(args)}")
         if step == start + 10:  # compilation and warming up are over
@@ -1342,7 +1272,7 @@ FLAGS = {
     # precision and speed
     "device": ("auto", "where to compute"),
     "dtype": ("auto", "precision of matrix products"),
-    "zero": (0, "shard over the GPUs: 2: gradients and optimizer state, 3: also the weights"),
+    "zero": (0, "shard the run over the GPUs; 1, 2: faster, 3: needs the least memory"),
     "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
     "recompute": (False, "save memory: compute each block again in the backward pass"),
     # evaluation
@@ -1419,8 +1349,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa: B006
     """Return the flags. A value comes from the first of these that has it: the command line,
-    `stored` (the flags of a checkpoint), --quickstart, FLAGS. Raises UserError for an unknown flag
-    or an impossible value."""
+    `stored` (the flags of a checkpoint), MUON, QUICKSTART, FLAGS. Raises UserError for an unknown
+    flag or an impossible value."""
     parser = make_parser()
     args = parser.parse_args(argv)  # a first time, to look for --quickstart
     if args.quickstart:
@@ -1470,7 +1400,9 @@ def settle_args(
     rate = SIZES.get(new.model, SIZES["d12"])[-1]
     # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
     warmup = round(715 * min(1, new.max_steps / 19073))
-    if args.optimizer == "muon":  # its steps have the same length from the first one on
+    if args.optimizer == "muon":
+        # Both values were the best of those measured, see tests/benchmarks/README.md. AdamW needs
+        # the long warmup, because its first steps divide by second moments of few gradients
         rate *= 10
         warmup = min(10, warmup)
     new.max_lr = first_given(args.max_lr, rate)
@@ -1504,7 +1436,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     found = f"the model reads {config.tokenizer} tokens, {args.data_dir} has {tokenizer} tokens"
     require(config.tokenizer == tokenizer, found)
     size = source["args"]["model"]
-    is_size = checkpoint or args.model in (None, size)  # check_resume refuses another size
+    is_size = checkpoint or args.model in (None, size)  # check_run refuses another size
     require(is_size, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
     return first_given(args.model, size), config, source, source["args"]["seq_len"]
 
@@ -1643,9 +1575,10 @@ def locked(folder: str) -> Iterator[None]:
     descriptor = os.open(folder, os.O_RDONLY)  # a folder can be locked like a file
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     except BlockingIOError as error:
         raise UserError(f"another process is training in {folder}") from error
+    try:
+        yield
     finally:
         os.close(descriptor)
 
@@ -1686,9 +1619,9 @@ def use_model(args: Namespace, source: dict) -> int:
 
 
 def protect_output() -> None:
-    """Replace characters that the terminal cannot show, and open the null device as stdin, stdout
-    or stderr if one is closed, or the next file that is opened would get its number and its
-    text."""
+    """Replace characters that the terminal cannot show. If stdin, stdout or stderr is closed, open
+    the null device in its place: otherwise log.txt could get its number, 1 for example, and every
+    print would land in the log."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -1718,8 +1651,9 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def report(problem: object, status: int) -> int:
-    """Print the problem as one line and return the exit status. What only one process has met, that
-    process prints. What all have met, the first prints, and torchrun ends the others meanwhile."""
+    """Print the problem as one line and return the exit status. Processes other than the first wait
+    before they print: if the first has met the same problem, it has printed it, and torchrun ends
+    the others while they wait."""
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -1812,7 +1746,87 @@ if triton:
 
 
 # -----------------------------------------------------------------------------
-# appendix B: weights in Hugging Face's format, in and out
+# appendix B: Muon
+
+
+class Muon(torch.optim.Optimizer):
+    """The gradient of a matrix has few large singular values and many small ones, so a step along
+    it moves the matrix in few directions. Muon averages the gradients and then makes all singular
+    values about 1, so that every direction learns. Source: Jordan et al. 2024,
+    kellerjordan.github.io/posts/muon, and for the scale Liu et al. 2025, arXiv:2502.16982.
+
+    torch.optim.Muon handles one matrix after another, which costs a thousand kernel launches. Here
+    matrices of one shape are stacked, and each process makes its share of a stack orthogonal."""
+
+    def __init__(self, groups: list[dict], lr: float, weight_decay: float, momentum: float = 0.95):
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every matrix, those of the same shape together."""
+        for group in self.param_groups:
+            for shape in sorted({p.shape for p in group["params"]}):
+                params = [p for p in group["params"] if p.shape == shape]
+                updates = self.orthogonal_updates(params, group)
+                for p, update in zip(params, updates, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    if isinstance(p, DTensor):  # cut out this process's part, as p is sharded
+                        mesh = p.device_mesh
+                        update = distribute_tensor(update, mesh, p.placements, src_data_rank=None)
+                    local(p).add_(local(update), alpha=-group["lr"])
+
+    def orthogonal_updates(self, params: list[Tensor], group: dict) -> Tensor:
+        """Take the gradients into the averages, and return the updates (n, rows, columns) of n
+        parameters of one shape, to be multiplied by the learning rate."""
+        averages = []
+        for p in params:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            average = self.state[p]["momentum_buffer"]
+            average.lerp_(p.grad, 1 - group["momentum"])
+            # Nesterov's momentum: the average as it would be after the same gradient once more
+            ahead = p.grad.lerp(average, group["momentum"])
+            # bfloat16 is exact enough; a CPU computes faster in float32
+            averages.append(gathered(ahead.bfloat16() if p.is_cuda else ahead))
+        rows, columns = params[0].shape
+        rows //= group["stacked"]
+        stack = torch.stack(averages).view(-1, rows, columns)
+        # An orthogonal matrix has entries of root mean square max(rows, columns) ** -0.5. Scale
+        # them to 0.2, as large as AdamW's updates are, so that one rate serves both optimizers
+        scale = 0.2 * max(rows, columns) ** 0.5
+        return scale * orthogonalize_shared(stack).view(len(params), -1, columns)
+
+
+def orthogonalize_shared(stack: Tensor) -> Tensor:
+    """Return orthogonalize(stack), of which every process computes a share."""
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return orthogonalize(stack)
+    share = math.ceil(len(stack) / world_size)
+    padded = F.pad(stack, (0, 0, 0, 0, 0, share * world_size - len(stack)))
+    mine = orthogonalize(padded.chunk(world_size)[dist.get_rank()]).contiguous()
+    shares = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(shares, mine)
+    return torch.cat(shares)[: len(stack)]
+
+
+def orthogonalize(stack: Tensor) -> Tensor:
+    """Return the matrices (n, rows, columns) with their singular vectors, and singular values near
+    1. Five steps of a Newton-Schulz iteration do this without computing the vectors: each applies
+    the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value s, which moves it from
+    (0, 1] to between 0.7 and 1.2. Source: as for Muon."""
+    is_tall = stack.size(1) > stack.size(2)
+    x = stack.mT if is_tall else stack  # x @ x.mT is then the smaller of two products
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is above 1 now
+    for _ in range(5):
+        a = x @ x.mT  # s^2
+        b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.7750 s^2 + 2.0315 s^4
+        x = torch.baddbmm(x, b, x, beta=3.4445)
+    return x.mT if is_tall else x
+
+
+# -----------------------------------------------------------------------------
+# appendix C: weights in Hugging Face's format, in and out
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 CONV1D = ("c_attn.weight", "c_fc.weight", "c_proj.weight")  # stored as (in, out) there

@@ -55,7 +55,7 @@ def test_two_steps_are_their_definition():
     torch.manual_seed(0)
     qkv = [torch.nn.Parameter(torch.randn(48, 16)) for _ in range(2)]
     wide = [torch.nn.Parameter(torch.randn(16, 64)), torch.nn.Parameter(torch.randn(64, 16))]
-    groups = [{"params": wide, "matrices": 1}, {"params": qkv, "matrices": 3}]
+    groups = [{"params": wide, "stacked": 1}, {"params": qkv, "stacked": 3}]
     muon = Muon(groups, lr=0.02, weight_decay=0.1)
     params = [*wide, *qkv]
     expected = [p.detach().double() for p in params]
