@@ -467,7 +467,7 @@ def cut_file(source: Source, k: int) -> Iterator[Segment]:
 # leaves out a few places where a cut would also be right.
 BLANK = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 CUT = rf"(?:(?<=\S)(?={BLANK})|(?={BLANK}\S)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z]))"
-LAST_CUT = re.compile(f"(?s:.+){CUT}")
+LAST_CUT = re.compile(f"(?s:.+){CUT}")  # .+ takes all it can, so the match ends at the last cut
 NEXT_CUT = re.compile(CUT)
 
 
@@ -483,11 +483,11 @@ def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS, most: int = LO
         start = 0
         # Before the end, wait for enough text that the cuts do not depend on the blocks
         ahead = most if block else chars
-        while len(text) > start + ahead + 2:
+        while len(text) > start + ahead + 2:  # a place to cut is known by the characters beside it
             cut = LAST_CUT.match(text, start, start + chars)
             cut = cut or NEXT_CUT.search(text, start + chars, start + most + 2)
             if cut is None and len(text) <= start + most:
-                break
+                break  # the whole rest is one segment
             end = cut.end() if cut else start + most
             yield text[start:end]
             start = end
@@ -600,6 +600,7 @@ class ShardWriter:
         """Open a shard, under its temporary name, behind the first tokens in it."""
         path = os.path.join(self.args.out, name + ".tmp")
         size = require_shard(path, tokens, self.args.format)
+        # What an interrupted run appended after its last meta.json is cut off, and comes again
         file = open(path, "r+b" if tokens else "wb")  # noqa: SIM115
         file.seek(file.truncate(size))  # a new shard begins behind its header, which comes last
         return file
@@ -646,11 +647,12 @@ class ShardWriter:
             room = self.args.shard_size - self.progress["open"].get(split, ["", 0])[1]
             if split == "val":
                 room = min(room, self.args.val_tokens - self.count["val"])
-            if room == 0:
+            if room == 0:  # only now, when a token is in hand, so that no shard stays empty
                 if self.count["val"] == self.args.val_tokens:
                     self.progress["split"] = "train"  # in the middle of a document, if need be
                 self.finish(split)
                 continue
+            # A piece may end within these tokens, and so may the room for it
             size = min(room, self.progress["left"])
             self.append(split, tokens[:size])
             tokens = tokens[size:]
@@ -704,6 +706,7 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
                 return
             if position != writer.progress["position"]:
                 writer.begin_segment(position, begins)
+            # Without a budget, which is then None, the slice takes all tokens
             writer.write(tokens[on_disk:][: budget and budget - total])
             on_disk = 0
         yield sum(writer.count.values())
@@ -754,7 +757,7 @@ def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
     folder holds something that belongs neither to this run nor to another part of the same dataset.
     The data is compared once its source is open."""
     metas, _, unlisted = load_metas(args.out)
-    if args.overwrite:
+    if args.overwrite:  # whatever it is, it will be deleted
         metas.pop(args.meta_path, None)
     enc = get_tokenizer(args.tokenizer)
     new = {
@@ -773,6 +776,7 @@ def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
     if source:
         data = repr([source.names, source.revision]).encode()
         new |= {"revision": source.revision, "data": hashlib.sha256(data).hexdigest()[:16]}
+    # The folder's other parts are compared too: a difference found by --merge would cost a night
     for path, meta in metas.items():
         overwrite = ", or start over with --overwrite" if path == args.meta_path else ""
         check_same_run(path, meta, new, f"choose another --out{overwrite}")
@@ -788,6 +792,7 @@ def check_same_run(path: str, found: dict, wanted: dict, hint: str) -> None:
     for key in ("tokenizer", "source", "parts", *OPTIONS):
         values = f"{path} has {key} {found.get(key)}, and this run has {wanted[key]}"
         require(found.get(key) == wanted[key], f"{values}: {hint}")
+    # Before the source is open, which may need the network, there is no data to compare
     same = found.get("data") == wanted.get("data", found.get("data"))
     changed = f"the source, its list of files or its revision, is not that of {path}"
     require(same, f"{changed}: {hint}")
@@ -834,6 +839,7 @@ def verify(args: argparse.Namespace) -> None:
     if args.meta_path not in metas:
         wrong.append("the parts are no dataset until --merge has found and listed all of them")
     wrong += [f"{name} is in no meta.json" for name in unlisted]
+    # All shards are read, also after the first damaged one: they are replaced together
     for name in sorted(shards):
         path = os.path.join(args.out, name)
         if not os.path.exists(path):
@@ -855,6 +861,7 @@ def merge(args: argparse.Namespace) -> dict:
     first = next(iter(metas.values()))
     for path, meta in metas.items():
         check_same_run(path, meta, first, "make the parts again from the same data")
+    # Each part was compared with the first, so all agree on how many there are
     done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
     parts = first["options"]["parts"]
     missing = [f"--part {part + 1}/{parts}" for part in range(parts) if part not in done]
@@ -876,7 +883,8 @@ def build(args: argparse.Namespace) -> dict:
     return their meta.json."""
     meta = find_meta(args)
     rate = ""
-    if not meta["progress"]["done"]:  # otherwise nothing is opened: a finished run needs no network
+    # A finished run opens nothing and needs no network. An unfinished one is pinned to its commit
+    if not meta["progress"]["done"]:
         print(f"{meta['source']}: if interrupted, run the same command to continue", flush=True)
         source = open_source(args, meta["revision"])
         os.makedirs(args.out, exist_ok=True)
@@ -884,6 +892,7 @@ def build(args: argparse.Namespace) -> dict:
             meta = prepare_folder(args, source)  # read again: no other process can change it now
             require(not meta["progress"]["done"], f"another process just wrote {args.meta_path}")
             rate = write_shards(args, meta, source)
+    # A finished folder holds its shards and meta.json, and nothing else
     Path(f"{args.meta_path}.lock").unlink(missing_ok=True)
     count = meta["progress"]["tokens"]
     print(f"{count['train']:,} tokens to train and {count['val']:,} to validate{rate}")
@@ -922,7 +931,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
         return f"{tokens['train']:,} tokens are too few to train on: more text is needed"
     flags = f"--data_dir {out}"
     log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(args.out))))
-    seq_len = 1024  # tokens of a window, which validation needs one more than
+    seq_len = 1024  # tokens of a window; validation needs one more, as each predicts the next
     if meta["tokenizer"] == "bytes":
         flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
         seq_len = 48
@@ -938,7 +947,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = refuse_arguments
+    parser.error = refuse_arguments  # argparse's own would end the program that calls main
     add = parser.add_argument
     add("--dataset", help=f"name on the hub, folder (default {FINEWEB_EDU}), or pydocs")
     add("--name", help="a configuration of it (default for FineWeb: sample-10BT)")
@@ -952,11 +961,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max_tokens", type=int, help="stop after this many tokens, with --part in each part")
     add("--format", choices=["npy", "bin"], default="npy", help="bin is llm.c's")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add(
-        "--workers",
-        type=int,
-        help="threads that tokenise (default: one for every core)",
-    )
+    add("--workers", type=int, help="threads that tokenise (default: one for every core)")
     streaming = "tokenise during the download (default), or copy the whole dataset first"
     add("--streaming", action=argparse.BooleanOptionalAction, default=True, help=streaming)
     add("--overwrite", action="store_true", help="delete this run's shards and start over")
@@ -983,7 +988,7 @@ def settle_source(args: argparse.Namespace) -> None:
     if "fineweb" in args.prefix:
         args.name = args.name or "sample-10BT"
         folder += re.sub(r"^sample-(\w+)T$", r"\1", args.name)  # 10B; a dump keeps its name
-    args.out = args.out or folder
+    args.out = args.out or folder  # other data has no name to make a folder's name from
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     # Parts share a folder, so the files of each part have names of their own
     suffix = f"-{args.part + 1:03d}-of-{args.parts:03d}" if args.parts > 1 else ""

@@ -906,8 +906,8 @@ def start_hub(server: ThreadingHTTPServer, home: Path, *options: object, **chang
     return start(*argv, env=env | changes)
 
 
-TRAIN = {  # 3 files of 3 MB, of which some are written before the last of them is asked for
-    f"train-0000{k}-of-00003": [f"{k}, {n}: " + "some words " * 200 for n in range(1400)]
+TRAIN = {  # 3 files of 2 MB, of which some are written before the last of them is asked for
+    f"train-0000{k}-of-00003": [f"{k}, {n}: " + "some words " * 200 for n in range(900)]
     for k in range(3)
 }
 
@@ -1010,12 +1010,12 @@ def test_the_validation_split_of_a_dataset_is_mentioned(tmp_path: Path) -> None:
     """It was left out without a word; and val was nearly all of a dataset just above a shard."""
     pytest.importorskip("datasets")
     server = serve_hub(TRAIN | {"validation-00000-of-00001": ["val"] * 9})
-    options = ["--out", tmp_path / "out", "--shard_size", 7_000_000]
+    options = ["--out", tmp_path / "out", "--shard_size", 5_000_000]
     process = start_hub(server, tmp_path / "hf", *options)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "split validation is not used" in output, errors
     val, train = (len(read_split(tmp_path / "out", split)) for split in ("val", "train"))
-    assert val + train > 8_000_000 and 0.08 < val / (val + train) < 0.13
+    assert val + train > 5_500_000 and 0.08 < val / (val + train) < 0.13
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1053,12 +1053,12 @@ def test_an_edit_of_the_same_size_is_noticed(tmp_path: Path, capsys) -> None:
     assert read_folder(out) == read_folder(build(tmp_path / "in/*", tmp_path / "new", *SMALL))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_a_repaired_file_does_not_cost_the_run(kind, tmp_path: Path, capsys, monkeypatch) -> None:
+@pytest.mark.parametrize("kind, number", [("jsonl", 400), ("txt", 1300)])
+def test_a_repaired_file_does_not_cost_the_run(kind, number, tmp_path, capsys, monkeypatch) -> None:
     """A truncated file was replaced, and all that had been read of it is the same as before."""
     monkeypatch.setattr(fineweb, "BATCH_BYTES", 2**15)  # little is read ahead of what is written
     (tmp_path / "in").mkdir()
-    lines = [json.dumps({"text": text}) + "\n" for text in random_texts(2000, 3000, seed=5)]
+    lines = [json.dumps({"text": text}) + "\n" for text in random_texts(number, 3000, seed=5)]
     packed = gzip.compress("".join(lines).encode(), mtime=0)
     paths = [tmp_path / f"in/{name}.{kind}.gz" for name in "abc"]
     for path in paths:
@@ -1066,11 +1066,11 @@ def test_a_repaired_file_does_not_cost_the_run(kind, tmp_path: Path, capsys, mon
     monkeypatch.setattr(fineweb, "BLOCK", 2**15)
     paths[1].write_bytes(packed[: len(packed) * 9 // 10])
     out = tmp_path / "out"
-    size = ["--shard_size", 100_000]
+    size = ["--shard_size", 50_000]
     argv = ["--files", tmp_path / "in/*", "--out", out, "--tokenizer", "bytes", *size]
     assert str(paths[1]) in refuse(capsys, *argv, "--workers", 1)
     progress = json.loads((out / "meta.json").read_text())["progress"]
-    assert progress["position"][0] == 1 and progress["position"][1] > 5
+    assert progress["position"][0] == 1 and progress["position"][1] > 0
     paths[1].write_bytes(packed)
     build(tmp_path / "in/*", out, *size)
     assert read_shards(out) == read_shards(build(tmp_path / "in/*", tmp_path / "new", *size))
