@@ -257,8 +257,10 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     for block in blocks:
         start = 0
         while end := block.find(b"\n", start) + 1:
-            yield b"".join([*parts, block[start:end]])
-            parts = []
+            parts.append(block[start:end])
+            line = b"".join(parts)
+            parts.clear()  # now: while a line of gigabytes is in use, there is one copy of it less
+            yield line
             start = end
         parts.append(block[start:])
     yield b"".join(parts)
