@@ -13,10 +13,10 @@ the tokens of its text. The shards depend only on the documents and the options,
 of workers or on interruptions: a run that is killed and started again continues where it stopped.
 
 The file follows the data. A source reads documents; they are cut into segments at places where the
-tokenizer begins a new piece anyway; workers encode the segments; one writer fills the shards of
+tokenizer begins a new piece anyway; threads encode the segments; one writer fills the shards of
 both splits. meta.json, beside the shards, holds all the state: the finished shards with their
-sha256, and where to continue. A meta.json whose progress.done is true lists every shard of a
-finished dataset. Files meta-III-of-NNN.json without a meta.json are parts that are not merged yet.
+sha256, and where to continue. It lists a finished dataset once its progress.done is true. Files
+meta-III-of-NNN.json without a meta.json are parts that are not merged yet.
 """
 
 import argparse
@@ -30,22 +30,18 @@ import io
 import itertools
 import json
 import lzma
-import math
 import os
-import queue
 import re
 import shlex
-import shutil
 import signal
-import socket
 import sys
 import sysconfig
-import threading
 import time
-import traceback
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
@@ -58,20 +54,14 @@ DATASETS = {  # the prefix of the shards' names, and the default folder
     "HuggingFaceFW/fineweb": ("fineweb", "fineweb"),
     "pydocs": ("pydocs", "pydocs"),
 }
-META_VERSION = 2  # of meta.json: an unfinished run is continued only by the version that began it
+META_VERSION = 3  # of meta.json: an unfinished run is continued only by the version that began it
 OPTIONS = ("text_key", "shard_size", "val_tokens", "val_share", "max_tokens", "format", "streaming")
-CHARS_PER_TOKEN = {"gpt2": 4.5, "bytes": 1.0}  # of English, for estimates
 TABLE_ROWS = 256  # rows that are read from a table at once: ~1 MB of FineWeb
 BLOCK = 2**20  # bytes that are read from a file at once: 1 MiB
 SEGMENT_CHARS = 2**17  # characters: longer documents are encoded in segments of about this length
 LONGEST_SEGMENT = 2**20  # characters: a text without a place to cut is cut here all the same
 PIECE = 2**13  # tokens: longer documents are dealt to train and val in pieces of this length
-BATCH_CHARS = 2**19  # characters that a worker gets at once: ~0.05 s of work
-MOST_WORKERS = 512  # each is a process of about 70 MB
-GRACE = 3  # seconds that a signal gives the program to end by itself
-CONTINUE = "What is finished stays: run the same command to continue."
-
-Document = Iterable[str]  # its text in blocks, because it may be larger than the memory
+BATCH_BYTES = 2**19  # of text that a worker gets at once: ~0.05 s of work
 
 
 class Segment(NamedTuple):
@@ -79,15 +69,18 @@ class Segment(NamedTuple):
 
     position: list[int]  # its file, its number in that, crc32 of the file's text to its end
     begins: bool  # it is the first segment of its document
-    text: str
+    place: str  # the file and the document, for messages
+    text: bytes  # UTF-8
 
 
 class Source(NamedTuple):
     """Where documents come from."""
 
     names: list[str]  # of its files
-    read: Callable[[int], Iterator[Document]]  # yields the documents of the file of this number
-    chars: float = 0  # about how many characters there are, 0 if unknown
+    # Yields the documents of a file, by its number. One may be larger than the memory, so each is
+    # its text in blocks
+    read: Callable[[int], Iterator[Iterable[str]]]
+    tokens: int = 0  # how many there are, 0 if unknown
     revision: str | None = None  # identifies the content of files that have no date
 
 
@@ -96,17 +89,27 @@ class Source(NamedTuple):
 
 
 class UserError(ValueError):
-    """A mistake that the user can put right.
-
-    The command lines print its message as one line and exit with status 2. The message says what
-    was found, what was expected, and what to run. Every other exception is a traceback.
-    """
+    """A mistake that the user can put right. The command lines print its message as one line and
+    exit with status 2. The message says what was found, what was expected, and what to run. Every
+    other exception is a traceback."""
 
 
 def require(condition: bool, message: str) -> None:
     """Raise UserError with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+@contextmanager
+def naming(place: str, kind: type[Exception] = UserError) -> Iterator[None]:
+    """Turn the error of a library into one that names the place. Libraries raise many kinds, and
+    few of them say where."""
+    try:
+        yield
+    except UserError:  # says it already
+        raise
+    except Exception as error:
+        raise kind(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def refuse_arguments(message: str) -> NoReturn:
@@ -116,16 +119,15 @@ def refuse_arguments(message: str) -> NoReturn:
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a binary file for writing that appears under its name only once it is whole.
-
-    The bytes go to a temporary file, which is flushed to the disk and then renamed, so that a
-    reader finds the old file or the new one and never a part. Where writing fails, the temporary
-    file is removed and the old file stays.
-    """
+    """Open a binary file for writing that appears under its name only once it is whole: a reader
+    finds the old file or the new one, never a part. Where writing fails, the old file stays."""
+    # Every process has a temporary name of its own, in the same folder, because a file can be
+    # renamed atomically only within one file system
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
             yield file
+            # Without this, a crash of the machine can leave the new name with an empty file
             file.flush()
             os.fsync(file.fileno())
         rename(temporary, str(path))
@@ -134,97 +136,73 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
             os.remove(temporary)
 
 
+def rename(old: str, new: str) -> None:
+    """Rename a file, and return once the folder is on the disk too."""
+    os.replace(old, new)
+    folder = os.open(os.path.dirname(os.path.abspath(new)), os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
 # --------------------------------------------------------------------------------------------------
 # tokenizers
 
 
 @functools.cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256).
-
-    Raises UserError for any other name, ConnectionError if GPT-2's cannot be downloaded.
-    """
-    require(name in CHARS_PER_TOKEN, f"unknown tokenizer {name!r}: expected gpt2 or bytes")
+    """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256). Raises
+    UserError for any other name, ConnectionError if GPT-2's cannot be downloaded."""
+    require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
-        try:
-            return check_vocabulary(tiktoken.get_encoding("gpt2"))
-        except OSError as error:
-            hint = "TIKTOKEN_CACHE_DIR can name a folder that another machine's tiktoken filled"
-            raise ConnectionError(f"GPT-2's vocabulary cannot be downloaded: {hint}") from error
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    pieces = r"(?s).{1,64}"  # bytes never merge, so any pieces will do, and short ones are fast
-    special = {"<|endoftext|>": 256}
-    enc = tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
-    return check_vocabulary(enc)
-
-
-def check_vocabulary(enc: tiktoken.Encoding) -> tiktoken.Encoding:
-    """Return the tokenizer. Raises UserError if its tokens do not fit a shard's uint16."""
+        hint = "TIKTOKEN_CACHE_DIR can name a folder that another machine's tiktoken filled"
+        with naming(f"GPT-2's vocabulary cannot be downloaded ({hint})", ConnectionError):
+            enc = tiktoken.get_encoding("gpt2")
+    else:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        pieces = r"(?s).{1,64}"  # bytes never merge, so any pieces will do, and short ones are fast
+        special = {"<|endoftext|>": 256}
+        enc = tiktoken.Encoding(name, pat_str=pieces, mergeable_ranks=ranks, special_tokens=special)
+    # A larger vocabulary would wrap around without an error
     expected = f"expected at most {2**16:,}, which is what a shard's uint16 can tell apart"
-    require(enc.n_vocab <= 2**16, f"{enc.name} has {enc.n_vocab:,} tokens: {expected}")
+    require(enc.n_vocab <= 2**16, f"{name} has {enc.n_vocab:,} tokens: {expected}")
     return enc
 
 
-def encode(batch: list[Segment], tokenizer: str) -> list[tuple[list[int], bool, np.ndarray]]:
-    """Encode each segment to (position, begins, uint16 tokens). This is what the workers do."""
-    enc = get_tokenizer(tokenizer)
-    encoded = []
-    for position, begins, text in batch:
-        # half a surrogate pair, which JSON can hold and UTF-8 cannot, becomes U+FFFD
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        # no text is special: "<|endoftext|>" in a document is characters, not the token
-        tokens = enc.encode_to_numpy(text, disallowed_special=())
-        head = [enc.eot_token] if begins else []
-        tokens = np.concatenate([head, tokens], dtype=np.uint16, casting="unsafe")
-        encoded.append((position, begins, tokens))
-    return encoded
-
-
 # --------------------------------------------------------------------------------------------------
-# sources: local files
+# sources: local files, the Hugging Face hub, Python's documentation
 
 
 def open_files(args: argparse.Namespace) -> Source:
     """Open local files, each once, in the order of their names."""
     found = {}
     for pattern in args.files:
-        # a path that exists is no pattern, whatever brackets are in its name
+        # A path that exists is no pattern, whatever brackets are in its name
         exists = os.path.exists(pattern)
         matches = [pattern] if exists else sorted(glob.glob(pattern, recursive=True))
         require(matches, f"--files {pattern}: there is no such file")
         for path in matches:
-            inside = f"--files '{path}/*.txt' takes what is in it"
-            require(not os.path.isdir(path), f"--files {path} is a folder: {inside}")
             known = re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path)
             require(known, f"{path}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
             found.setdefault(os.path.realpath(path), path)  # one file may have many spellings
     paths = sorted(found.values())
-    chars = sum(map(os.path.getsize, paths))  # more if they are compressed
-    return Source(paths, lambda k: read_file(paths[k], args.text_key), chars)
+    return Source(paths, lambda k: read_file(paths[k], args.text_key))
 
 
-def read_file(path: str, text_key: str) -> Iterator[Document]:
+def read_file(path: str, text_key: str) -> Iterator[Iterable[str]]:
     """Yield a file's documents: the rows of .parquet, the lines of .jsonl, all of a .txt."""
     if path.endswith(".parquet"):
-        tables = guard(read_parquet(path, text_key), path, UserError)
-        yield from read_tables(tables, text_key, path)
-        return
-    blocks = decode(guard(read_bytes(path), path, UserError), path)
-    if ".jsonl" not in os.path.basename(path):
-        yield blocks
-        return
-    for number, line in enumerate(split_lines(blocks), 1):
-        if line and not line.isspace():
-            where = f"{path}, line {number}"
-            yield [get_text(parse_json(line, where), text_key, where)]
-
-
-def guard(items: Iterator, name: str, kind: type[Exception]) -> Iterator:
-    """Yield what a library reads. All of its many kinds of error become one that names the file."""
-    try:
-        yield from items
-    except Exception as error:
-        raise kind(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        yield from read_tables(read_parquet(path, text_key), text_key, path, UserError)
+    elif ".jsonl" not in os.path.basename(path):
+        yield decode(read_bytes(path), path)
+    else:
+        # Lines are separated before they are decoded: a megabyte at once would be decoded to two
+        # bytes per character wherever a single one of them needs two, which takes twice the time
+        for number, line in enumerate(decode(split_lines(read_bytes(path)), path), 1):
+            if line and not line.isspace():
+                where = f"{path}, line {number}"
+                with naming(where):
+                    record = json.loads(line)
+                yield [get_text(record, text_key, where)]
 
 
 def read_parquet(path: str, text_key: str) -> Iterator:
@@ -232,36 +210,34 @@ def read_parquet(path: str, text_key: str) -> Iterator:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
+        # All columns if it has no such column: the message about that lists them
         columns = [text_key] if text_key in file.schema_arrow.names else None
         yield from file.iter_batches(TABLE_ROWS, columns=columns)
 
 
 def read_bytes(path: str) -> Iterator[bytes]:
-    """Yield a file's content in blocks, decompressed."""
+    """Yield a file's content in blocks, decompressed. Raises UserError if it is damaged."""
     suffix = os.path.splitext(path)[1]
-    if suffix in (".gz", ".xz", ".zst") and os.path.getsize(path) == 0:
-        # the libraries take this for no data
-        raise EOFError("it has 0 bytes, and a compressed file has at least a header")
-    if suffix == ".zst":
-        import pyarrow  # unlike zstandard's, its stream notices a truncated file
+    with naming(path):
+        if suffix in (".gz", ".xz", ".zst") and os.path.getsize(path) == 0:
+            # The libraries take this for no data, but it is what a failed download leaves
+            raise EOFError("it has 0 bytes, and a compressed file has at least a header")
+        if suffix == ".zst":
+            import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
-        file = pyarrow.input_stream(path, compression="zstd")
-    elif suffix == ".gz":
-        file = gzip.open(path, "rb")  # noqa: SIM115
-    else:
-        file = open(path, "rb")  # noqa: SIM115
-    with file:
-        blocks = iter(lambda: file.read(BLOCK), b"")
-        if suffix == ".xz":
-            blocks = decompress_xz(blocks)
-        yield from blocks
+            file = pyarrow.input_stream(path, compression="zstd")
+        elif suffix == ".gz":
+            file = gzip.open(path, "rb")  # noqa: SIM115
+        else:
+            file = open(path, "rb")  # noqa: SIM115
+        with file:
+            blocks = iter(lambda: file.read(BLOCK), b"")
+            yield from decompress_xz(blocks) if suffix == ".xz" else blocks
 
 
 def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompress the streams of an .xz file.
-
-    lzma.open takes a damaged header of a later stream for the end of the file, without an error.
-    """
+    """Decompress the streams of an .xz file. lzma.open does not do: it takes a damaged header of a
+    later stream for the end of the file, without an error."""
     stream = lzma.LZMADecompressor()
     for block in blocks:
         while block:
@@ -275,9 +251,24 @@ def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError("the compressed file ends early")
 
 
+def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    r"""Yield the lines, each with the \n that ends it. A line may be longer than a block."""
+    parts = []
+    for block in blocks:
+        start = 0
+        while end := block.find(b"\n", start) + 1:
+            parts.append(block[start:end])
+            line = b"".join(parts)
+            parts.clear()  # now: while a line of gigabytes is in use, there is one copy of it less
+            yield line
+            start = end
+        parts.append(block[start:])
+    yield b"".join(parts)
+
+
 def decode(blocks: Iterable[bytes], path: str) -> Iterator[str]:
     """Decode blocks of UTF-8. Raises UserError naming the line and the byte that is not UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # skips a byte order mark
     line = 1
     size = 0  # bytes up to the end of the block
     for block in itertools.chain(filter(None, blocks), [b""]):  # the empty block is the end
@@ -292,83 +283,55 @@ def decode(blocks: Iterable[bytes], path: str) -> Iterator[str]:
         line += block.count(b"\n")
 
 
-def split_lines(blocks: Iterable[str]) -> Iterator[str]:
-    r"""Yield the lines, which \n ends, without it. A line may be longer than a block."""
-    parts = []
-    for block in blocks:
-        first, *others = block.split("\n")
-        parts.append(first)
-        for other in others:
-            line = "".join(parts)
-            parts = [other]
-            yield line
-    yield "".join(parts)
-
-
-def read_tables(tables: Iterable, text_key: str, name: str) -> Iterator[Document]:
-    """Yield the documents, one a row, of Arrow tables that follow each other."""
+def read_tables(tables: Iterable, text_key: str, name: str, kind: type[Exception]) -> Iterator:
+    """Yield the documents, one a row, of Arrow tables that follow each other. A library's error
+    becomes one of this kind."""
     row = 0
-    for table in tables:
-        if text_key in table.schema.names:
-            table = table.select([text_key])
-        for record in table.to_pylist():
-            row += 1
-            yield [get_text(record, text_key, f"{name}, row {row}")]
+    with naming(name, kind):
+        for table in tables:
+            if text_key in table.schema.names:
+                table = table.select([text_key])  # the others need not become Python objects
+            for record in table.to_pylist():
+                row += 1
+                yield [get_text(record, text_key, f"{name}, row {row}")]
 
 
 def get_text(record: object, text_key: str, where: str) -> str:
     """Return the record's text. Raises UserError saying what is there instead."""
-    if not isinstance(record, dict):
-        raise UserError(f"{where}: expected an object with keys, found {record!r:.40}")
-    if text_key not in record:
-        keys = ", ".join(record)
-        raise UserError(f"{where}: no key {text_key!r} but {keys}. Choose one with --text_key")
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise UserError(f"{where}: expected text, found {text_key!r}: {text!r:.40}")
-    return text
-
-
-def parse_json(text: str, where: str) -> object:
-    """Parse JSON. Raises UserError naming the place."""
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error})") from error
-
-
-# --------------------------------------------------------------------------------------------------
-# sources: the Hugging Face hub
+    if isinstance(record, dict) and isinstance(record.get(text_key), str):
+        return record[text_key]
+    if isinstance(record, dict):
+        record = {key: type(value).__name__ for key, value in record.items()}
+    expected = f"expected text under the key {text_key!r}, which --text_key chooses"
+    raise UserError(f"{where}: {expected}, found {record!r:.300}")
 
 
 def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
-    """Open a dataset of the hub, or a local folder of data files, through the datasets library.
-
-    A revision is the commit with which the run began: it reads that to its end, whatever is
-    uploaded in the meantime.
-    """
+    """Open a dataset of the hub, or a local folder of data files, through the datasets library. A
+    revision is the commit with which the run began: it reads that to its end, whatever is uploaded
+    in the meantime. Raises ConnectionError if the hub cannot be reached."""
     import datasets
 
     datasets.config.TORCH_AVAILABLE = False  # otherwise a stream imports torch, which takes seconds
     is_folder = os.path.isdir(args.dataset)
-    offline = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT sets the address)"
-    if is_folder:
-        revision = None
+    hint = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT sets the address). "
+    hint += "Offline, --no-streaming reads the copy that an earlier --no-streaming run left in "
+    hint += "HF_HOME, and --files 'folder/*.parquet' --out FOLDER reads files that you have"
+    revision = None if is_folder else revision
     try:
         builder = datasets.load_dataset_builder(args.dataset, args.name, revision=revision)
     except ConnectionError as error:
-        hint = "To tokenise files that you have, use --files 'folder/*.parquet' --out folder"
-        raise ConnectionError(f"{offline}, HF_HOME has no copy. {hint}. {error}") from error
+        raise ConnectionError(f"{hint}. {error}") from error
     except (FileNotFoundError, ValueError) as error:
         raise UserError(f"--dataset {args.dataset}: {error}") from error
     files = builder.config.data_files or {}  # none for a copy in HF_HOME that is read offline
     if args.streaming and not files:
-        raise ConnectionError(f"{offline}, but --no-streaming can read the copy in HF_HOME")
+        raise ConnectionError(hint)
     splits = files or builder.info.splits or []
     require("train" in splits, f"{args.dataset} has no split named train, but {list(splits)}")
     if "validation" in splits:
         print(f"{args.dataset}: validation is taken from train, its split validation is not used")
-    # a copy counts as one file
+    # A copy counts as one file
     names = list(files["train"]) if args.streaming else [args.dataset]
 
     @functools.cache
@@ -378,30 +341,21 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
         builder.download_and_prepare()
         return builder.as_dataset(split="train").to_iterable_dataset().with_format("arrow")
 
-    def iterate(k: int) -> Iterator:
-        yield from load().shard(len(names), k).iter(batch_size=TABLE_ROWS)
-
-    def read(k: int) -> Iterator[Document]:
-        tables = guard(iterate(k), names[k], ConnectionError)
-        return read_tables(tables, args.text_key, names[k])
+    def read(k: int) -> Iterator[Iterable[str]]:
+        tables = load().shard(len(names), k).iter(batch_size=TABLE_ROWS)
+        yield from read_tables(tables, args.text_key, names[k], ConnectionError)
 
     if not (args.streaming and is_folder):  # whose files are compared one by one
         revision = builder.hash  # the commit, or a hash of the folder's files and dates
-    chars = 0.0
-    if billions := re.fullmatch(r"sample-(\d+)BT", args.name or ""):  # of GPT-2's tokens
-        chars = int(billions[1]) * 1e9 * CHARS_PER_TOKEN["gpt2"]
-    return Source(names, read, chars, revision)
-
-
-# --------------------------------------------------------------------------------------------------
-# sources: the documentation that every Python carries
+    billions = re.fullmatch(r"sample-(\d+)BT", args.name or "")  # of GPT-2's tokens
+    return Source(names, read, int(billions[1]) * 10**9 if billions else 0, revision)
 
 
 def open_pydocs() -> Source:
     """Open Python's reference and the docstrings of its library, which together are 2 MB."""
     from pydoc_data.topics import topics
 
-    # leave out tests, tables and whole applications
+    # Leave out tests, tables and whole applications
     skip = r"tests?|.*_tests?|(site|dist)-packages|idlelib|lib2to3|turtledemo|encodings|pydoc_data"
     paths = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
@@ -414,7 +368,7 @@ def open_pydocs() -> Source:
         texts.append("\n\n".join(find_docstrings(tree, module)))
     texts = [text for text in clean(texts) if len(text) > 200]  # characters: shorter say nothing
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    return Source(["pydocs"], lambda k: ([text] for text in texts), sum(map(len, texts)), digest)
+    return Source(["pydocs"], lambda k: ([text] for text in texts), revision=digest)
 
 
 def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
@@ -428,9 +382,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 def clean(texts: Iterable[str]) -> Iterator[str]:
     """Make typographic quotes plain, and drop every paragraph that an earlier text has already.
-
-    The topics quote each other, and a model must not be validated on what it was trained on.
-    """
+    The topics quote each other, and a model must not be validated on what it was trained on."""
     seen = set()
     for text in texts:
         text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- "))
@@ -444,7 +396,7 @@ def clean(texts: Iterable[str]) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# from documents to segments
+# from documents to segments to tokens
 
 
 def open_source(args: argparse.Namespace, revision: str | None = None) -> Source:
@@ -460,17 +412,6 @@ def open_source(args: argparse.Namespace, revision: str | None = None) -> Source
     return source
 
 
-def fingerprint(source: Source) -> str:
-    """Return a hash of the revision and the files' names, which all parts must have in common.
-
-    The names are relative to the folder that has all the files, so that it may be moved.
-    """
-    paths = [os.path.abspath(name) for name in source.names]
-    root = os.path.commonpath([os.path.dirname(path) for path in paths])
-    names = [os.path.relpath(path, root) for path in paths]
-    return hashlib.sha256(repr([names, source.revision]).encode()).hexdigest()[:16]
-
-
 def stamp_file(name: str) -> list[int] | None:
     """Return a local file's size in bytes and date in ns, None for what is no local file."""
     if not os.path.isfile(name):
@@ -480,11 +421,8 @@ def stamp_file(name: str) -> list[int] | None:
 
 
 def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> Iterator[Segment]:
-    """Yield the segments of this part's files, from the one in work on.
-
-    Raises UserError if an input changed since an earlier run read it. For files that were read to
-    their end, size and date are compared. For the file in work, the text read so far is compared.
-    """
+    """Yield the segments of this part's files, from the one in work on. Raises UserError if an
+    input changed since an earlier run read it."""
     position = progress["position"]
     stamps = iter(list(progress["read"]))  # of the files that were read to their end
     for k in range(args.part, len(source.names), args.parts):
@@ -495,6 +433,8 @@ def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> I
             continue
         segments = cut_file(source, k)
         if position and k == position[0]:
+            # Only what was read of the file in work has to be the same: a download that broke off
+            # may be repaired. So the text is compared by its crc32, and not the file by its date
             segments = itertools.islice(segments, position[1], None)
             segment = next(segments, None)
             require(segment and segment.position == position, changed)
@@ -502,16 +442,23 @@ def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> I
         yield from segments
 
 
+# Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes U+FFFD as in tiktoken
+HALF_PAIR = re.compile(rb"\xed[\xa0-\xbf][\x80-\xbf]")
+
+
 def cut_file(source: Source, k: int) -> Iterator[Segment]:
     """Cut all documents of a file into segments."""
     number = 0
     crc = 0
-    for blocks in source.read(k):
+    for document, blocks in enumerate(source.read(k), 1):
         begins = True
         crc = zlib.crc32(b"\xff", crc)  # marks a document's beginning: no UTF-8 has this byte
         for text in split_text(blocks):
-            crc = zlib.crc32(text.encode("utf-8", "surrogatepass"), crc)
-            yield Segment([k, number, crc], begins, text)
+            # These bytes are what goes to a worker too, so that the text is encoded only once
+            data = HALF_PAIR.sub("\ufffd".encode(), text.encode("utf-8", "surrogatepass"))
+            crc = zlib.crc32(data, crc)
+            place = f"{source.names[k]}, document {document}"
+            yield Segment([k, number, crc], begins, place, data)
             begins = False
             number += 1
 
@@ -522,29 +469,27 @@ def cut_file(source: Source, k: int) -> Iterator[Segment]:
 # leaves out a few places where a cut would also be right.
 BLANK = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
 CUT = rf"(?:(?<=\S)(?={BLANK})|(?={BLANK}\S)|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z]))"
-LAST_CUT = re.compile(f"(?s:.+){CUT}")
+LAST_CUT = re.compile(f"(?s:.+){CUT}")  # .+ takes all it can, so the match ends at the last cut
 NEXT_CUT = re.compile(CUT)
 
 
 def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS, most: int = LONGEST_SEGMENT):
     """Cut a document into segments of about `chars` characters that encode to the whole's tokens.
-
-    Memory then does not grow with the document, all workers share the work, and a megabyte of
-    blanks does not overflow the tokenizer's stack. An empty document is one empty segment. A run of
-    `most` characters without a place to cut, such as DNA, is cut after `most` characters: this
-    keeps the time linear, but the tokens around the cut are not those of the whole document.
-    """
+    An empty document is one empty segment. A run of `most` characters without a place to cut, such
+    as DNA, is cut all the same; the tokens around that cut are not those of the whole document."""
+    # Memory then does not grow with the document, all workers share the work, and a megabyte of
+    # blanks does not overflow the tokenizer's stack
     text = ""
     for block in itertools.chain(filter(None, blocks), [""]):  # the empty block is the end
         text += block
         start = 0
-        # before the end, wait for enough text that the cuts do not depend on the blocks
+        # Before the end, wait for enough text that the cuts do not depend on the blocks
         ahead = most if block else chars
-        while len(text) > start + ahead + 2:
+        while len(text) > start + ahead + 2:  # a place to cut is known by the characters beside it
             cut = LAST_CUT.match(text, start, start + chars)
             cut = cut or NEXT_CUT.search(text, start + chars, start + most + 2)
             if cut is None and len(text) <= start + most:
-                break
+                break  # the whole rest is one segment
             end = cut.end() if cut else start + most
             yield text[start:end]
             start = end
@@ -555,81 +500,59 @@ def split_text(blocks: Iterable[str], chars: int = SEGMENT_CHARS, most: int = LO
 def make_batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
     """Group segments to equal amounts of work."""
     batch = []
-    chars = 0
+    size = 0
     for segment in segments:
         batch.append(segment)
-        chars += len(segment.text) + 100  # an empty document is some work too
-        if chars >= BATCH_CHARS:
+        size += len(segment.text) + 100  # an empty document is some work too
+        if size >= BATCH_BYTES:
             yield batch
             batch = []
-            chars = 0
+            size = 0
     if batch:
         yield batch
 
 
-# --------------------------------------------------------------------------------------------------
-# from segments to tokens
-
-
 def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> Iterator[list]:
-    """Encode the batches, in order, in this many processes."""
-    if workers == 1:
-        yield from (encode(batch, tokenizer) for batch in batches)
-        return
-    pipes = start_workers(workers, tokenizer)
-    ahead = 4 * workers  # batches: enough that no worker waits while a shard is written to disk
-    for k, batch in enumerate(itertools.chain(batches, [None] * ahead)):  # None: no more
-        pipe = pipes[k % workers]  # the workers take turns
-        encoded = None
-        try:
-            if k >= ahead:
-                encoded = pipe.recv()
-            if batch:
-                pipe.send(batch)
-        except (EOFError, OSError) as error:
-            raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
-        if isinstance(encoded, Exception):
-            raise encoded
-        if encoded:
-            yield encoded
+    """Encode the batches, in order, in this many threads. Threads are enough, because tiktoken
+    computes outside Python's lock; processes would copy every text and every token twice."""
+    waiting = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for batch in batches:
+            waiting.append(pool.submit(encode, batch, tokenizer))
+            if len(waiting) > 4 * workers:  # so that no worker waits while a shard is written
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
-def start_workers(workers: int, tokenizer: str) -> list:
-    """Start processes; return a pipe to each."""
-    from multiprocessing import get_context
+def encode(batch: list[Segment], tokenizer: str) -> list[tuple[list[int], bool, np.ndarray]]:
+    """Encode each segment to (position, begins, uint16 tokens). This is what the workers do."""
+    enc = get_tokenizer(tokenizer)
+    eot = b"<|endoftext|>"
+    text = b"".join(eot + segment.text for segment in batch)
+    tokens = None
+    if text.count(eot) == len(batch):
+        # A single call for the batch, because every call has to wait for Python's lock. The special
+        # token separates the segments: tiktoken encodes what is between two of them on its own
+        with suppress(ValueError):  # which does not name the document: the calls below do
+            tokens = enc.encode_to_numpy(text.decode(), allowed_special="all").astype(np.uint16)
+    if tokens is None:
+        parts = [encode_alone(segment, enc) for segment in batch]
+    else:
+        parts = np.split(tokens, np.flatnonzero(tokens == enc.eot_token)[1:])
+    encoded = []
+    for (position, begins, *_), tokens in zip(batch, parts, strict=True):
+        # A document's first segment keeps the <|endoftext|> before it
+        encoded.append((position, begins, tokens if begins else tokens[1:]))
+    return encoded
 
-    spawn = get_context("spawn")  # a fork would copy the sources' threads
-    pipes = []
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the parent's
-    for _ in range(workers):
-        ours, theirs = spawn.Pipe()
-        spawn.Process(target=work, args=(theirs, tokenizer), daemon=True).start()
-        theirs.close()  # only the worker has it, so each end notices when the other is killed
-        pipes.append(ours)
-    signal.signal(signal.SIGINT, previous)
-    return pipes
 
-
-def work(pipe, tokenizer: str) -> None:
-    """Encode the batches that come through a pipe, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Windows inherits nothing
-    inbox = queue.SimpleQueue()
-
-    def receive() -> None:  # in a thread: otherwise both ends could wait for the other to read
-        with suppress(EOFError, OSError):
-            while True:
-                inbox.put(pipe.recv())
-        inbox.put(None)
-
-    threading.Thread(target=receive, daemon=True).start()
-    with suppress(OSError):
-        while batch := inbox.get():
-            try:
-                result = encode(batch, tokenizer)
-            except Exception as error:  # the parent raises it, with the traceback of this process
-                error.add_note(traceback.format_exc())
-                result = error
-            pipe.send(result)
+def encode_alone(segment: Segment, enc: tiktoken.Encoding) -> np.ndarray:
+    """Return <|endoftext|> and the segment's tokens. No text is special: "<|endoftext|>" within a
+    document is characters, not the token. Raises UserError naming the document."""
+    with naming(segment.place):
+        tokens = enc.encode_to_numpy(segment.text.decode(), disallowed_special=())
+    return np.append(np.uint16(enc.eot_token), tokens.astype(np.uint16))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -662,16 +585,16 @@ class ShardWriter:
 
     meta["progress"] describes the moment when the last shard was finished: the `position` of the
     segment in work and how many of its tokens are `written`; the `split` of the piece in work and
-    how many tokens are `left` in it; the `documents` and `tokens` so far; size and date of the
+    how many tokens are `left` in it; the `tokens` so far; size and date of the
     files that were `read` to their end; and the `open` shards, whose .tmp files have at least the
-    tokens named there. From it a killed run continues as if nothing had happened.
-    """
+    tokens named there. From it a killed run continues as if nothing had happened."""
 
-    def __init__(self, args: argparse.Namespace, meta: dict, stamps: list) -> None:
+    def __init__(self, args: argparse.Namespace, meta: dict, source: Source) -> None:
         self.args = args
         self.meta = meta
         self.progress = meta["progress"]
-        self.stamps = stamps  # size and date of each file, from before anything was read
+        # From before anything is read: a file that changes meanwhile is noticed by the next start
+        self.stamps = [stamp_file(name) for name in source.names]
         self.count = self.progress["tokens"]  # {"val": tokens, "train": tokens}
         self.files = {s: self.reopen(*shard) for s, shard in self.progress["open"].items()}
 
@@ -679,7 +602,8 @@ class ShardWriter:
         """Open a shard, under its temporary name, behind the first tokens in it."""
         path = os.path.join(self.args.out, name + ".tmp")
         size = require_shard(path, tokens, self.args.format)
-        file = open(path, "r+b" if tokens else "w+b")  # noqa: SIM115
+        # What an interrupted run appended after its last meta.json is cut off, and comes again
+        file = open(path, "r+b" if tokens else "wb")  # noqa: SIM115
         file.seek(file.truncate(size))  # a new shard begins behind its header, which comes last
         return file
 
@@ -692,6 +616,8 @@ class ShardWriter:
             self.progress["open"][split] = [name, 0]
         self.files[split].write(tokens.astype("<u2", copy=False).data)
         self.progress["open"][split][1] += len(tokens)
+        self.progress["written"] += len(tokens)
+        self.progress["left"] -= len(tokens)
         self.count[split] += len(tokens)
 
     def begin_segment(self, position: list[int], begins: bool) -> None:
@@ -701,19 +627,17 @@ class ShardWriter:
         self.progress.update(position=position, written=0)
         if begins:
             self.progress["left"] = 0  # a document begins a piece
-            self.progress["documents"] += 1
 
     def begin_piece(self) -> None:
-        """Choose the split of the next piece: val while that has no more than its share.
-
-        A piece is a document, or PIECE tokens of a longer one. While there are few tokens so far,
-        pieces are shorter, so that val has about its share of a corpus of any size.
-        """
+        """Choose the split of the next piece: val while that has no more than its share. A piece is
+        a document, or PIECE tokens of a longer one."""
         args = self.args
         total = sum(self.count.values())
+        # All of the validation is in the first part, which can then be read without the others
         wanted = args.part == 0 and self.count["val"] < args.val_tokens and args.val_share > 0
         behind = self.count["val"] <= args.val_share * total
         self.progress["split"] = "val" if wanted and behind else "train"
+        # Shorter at first, so that val has about its share of a corpus of any size
         self.progress["left"] = min(PIECE, max(16, total // 32))
 
     def write(self, tokens: np.ndarray) -> None:
@@ -725,47 +649,40 @@ class ShardWriter:
             room = self.args.shard_size - self.progress["open"].get(split, ["", 0])[1]
             if split == "val":
                 room = min(room, self.args.val_tokens - self.count["val"])
-            if room == 0:
+            if room == 0:  # only now, when a token is in hand, so that no shard stays empty
                 if self.count["val"] == self.args.val_tokens:
                     self.progress["split"] = "train"  # in the middle of a document, if need be
                 self.finish(split)
                 continue
-            new = tokens[: min(room, self.progress["left"])]
-            self.append(split, new)
-            self.progress["written"] += len(new)
-            self.progress["left"] -= len(new)
-            tokens = tokens[len(new) :]
+            # A piece may end within these tokens, and so may the room for it
+            size = min(room, self.progress["left"])
+            self.append(split, tokens[:size])
+            tokens = tokens[size:]
 
     def finish(self, split: str) -> None:
-        """Make the split's shard final: its bytes on the disk, its line in meta.json, its name.
+        """Make the split's shard final: its bytes on the disk, its line in meta.json, its name."""
+        from tqdm import tqdm
 
-        In this order, no shard has its final name before it is whole and listed. If the process is
-        killed between the last two steps, the next start renames the shard.
-        """
         name, tokens = self.progress["open"].pop(split)
         path = os.path.join(self.args.out, name)
         file = self.files.pop(split)
         file.seek(0)
         file.write(make_header(tokens, self.args.format))
+        # meta.json counts the tokens of the other split's open shard too
         for unsynced in (file, *self.files.values()):
             unsynced.flush()
             os.fsync(unsynced.fileno())
         file.close()
         self.meta["shards"][name] = {"tokens": tokens, "sha256": hash_file(path + ".tmp")}
+        # In this order, no shard has its final name before it is whole and listed. If the process
+        # is killed between the two, the next start renames the shard
         save_meta(self.args.meta_path, self.meta)
         rename(path + ".tmp", path)
-        print(f"{name}: {tokens:,} tokens, {sum(self.count.values()):,} in all", flush=True)
+        tqdm.write(f"{name}: {tokens:,} tokens, {sum(self.count.values()):,} in all")
+        sys.stdout.flush()
 
     def finish_all(self) -> None:
-        """Finish the last shards. If all tokens went to val, nine tenths of them become train."""
-        if self.count["train"] == 0 and self.count["val"] > 1 and not self.meta["shards"]:
-            kept = max(1, self.count["val"] // 10)
-            file = self.files["val"]
-            file.seek(2 * (kept - self.count["val"]), os.SEEK_END)
-            rest = np.frombuffer(file.read(), dtype="<u2")
-            file.truncate(file.tell() - rest.nbytes)
-            self.count["val"] = self.progress["open"]["val"][1] = kept
-            self.append("train", rest)
+        """Finish the last shards, and with them the run. Raises UserError without train tokens."""
         found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
         require(self.count["train"], f"{found}: take more documents, or lower --val_tokens")
         for split in list(self.files):
@@ -791,6 +708,7 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
                 return
             if position != writer.progress["position"]:
                 writer.begin_segment(position, begins)
+            # Without a budget, which is then None, the slice takes all tokens
             writer.write(tokens[on_disk:][: budget and budget - total])
             on_disk = 0
         yield sum(writer.count.values())
@@ -806,15 +724,6 @@ def hash_file(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def rename(old: str, new: str) -> None:
-    """Rename a file, and return once the folder is on the disk too."""
-    os.replace(old, new)
-    if os.name == "posix":  # Windows does not open folders
-        folder = os.open(os.path.dirname(os.path.abspath(new)), os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
 def save_meta(path: str, meta: dict) -> None:
     """Write a meta.json, whole or not at all."""
     with atomic_write(path) as file:
@@ -822,20 +731,21 @@ def save_meta(path: str, meta: dict) -> None:
 
 
 def load_metas(folder: str) -> tuple[dict[str, dict], dict[str, dict], list[str]]:
-    """Load what there is in a folder.
-
-    Returns its meta.json and those of parts, by path; the shards that they list, by name; and the
-    names of other shards, which none of them lists. Raises UserError for another program's.
-    """
+    """Return the meta.json of a folder and those of parts, by path; the shards that they list, by
+    name; and the names of other shards. Raises UserError for another program's meta.json."""
     # A shard is listed in a meta.json before it appears in the folder. So the folder is looked at
     # first: what another part finishes in between is then not taken for foreign.
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     metas = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "meta*.json"))):
-        meta = parse_json(Path(path).read_text("utf-8"), path)
+        with naming(path):
+            meta = json.loads(Path(path).read_text("utf-8"))
         known = isinstance(meta, dict) and {"options", "shards", "progress"} <= set(meta)
+        version = meta.get("version", 1) if known else 0
+        # An older version's position means something else; its finished shards are as good as ours
+        older = version < META_VERSION and known and meta["progress"].get("done")
+        known = version == META_VERSION or older
         other = f"{path} was not written by this version of fineweb.py"
-        known = known and meta.get("version", 1) <= META_VERSION
         require(known, f"{other}: choose another --out, or delete it and its shards")
         metas[path] = meta
     shards = {name: shard for meta in metas.values() for name, shard in meta["shards"].items()}
@@ -845,13 +755,11 @@ def load_metas(folder: str) -> tuple[dict[str, dict], dict[str, dict], list[str]
 
 
 def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
-    """Return this run's meta.json as an earlier run left it, or a new one.
-
-    Raises UserError if the folder holds something that belongs neither to this run nor to another
-    part of the same dataset. The data is compared once its source is open.
-    """
+    """Return this run's meta.json as an earlier run left it, or a new one. Raises UserError if the
+    folder holds something that belongs neither to this run nor to another part of the same dataset.
+    The data is compared once its source is open."""
     metas, _, unlisted = load_metas(args.out)
-    if args.overwrite:
+    if args.overwrite:  # whatever it is, it will be deleted
         metas.pop(args.meta_path, None)
     enc = get_tokenizer(args.tokenizer)
     new = {
@@ -860,20 +768,20 @@ def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "source": " ".join(args.files or filter(None, [args.dataset, args.name])),
+        # All parts read the commit with which the first of them began
         "revision": next((meta.get("revision") for meta in metas.values()), None),
         "options": {name: getattr(args, name) for name in (*OPTIONS, "parts", "part")},
         "shards": {},
-        "progress": {"position": None, "written": 0, "split": None, "left": 0, "documents": 0}
+        "progress": {"position": None, "written": 0, "split": None, "left": 0}
         | {"tokens": {"val": 0, "train": 0}, "read": [], "open": {}, "done": False},
     }
     if source:
-        new |= {"revision": source.revision, "data": fingerprint(source)}
+        data = repr([source.names, source.revision]).encode()
+        new |= {"revision": source.revision, "data": hashlib.sha256(data).hexdigest()[:16]}
+    # The folder's other parts are compared too: a difference found by --merge would cost a night
     for path, meta in metas.items():
         overwrite = ", or start over with --overwrite" if path == args.meta_path else ""
-        hint = f"choose another --out{overwrite}"
-        check_same_run(path, meta, new, hint)
-        current = meta["progress"]["done"] or "version" in meta
-        require(current, f"{path} is unfinished and of an older version of fineweb.py: {hint}")
+        check_same_run(path, meta, new, f"choose another --out{overwrite}")
     found = f"{args.out} holds {''.join(unlisted[:1])}, which is not of this run"
     require(not unlisted, f"{found}: delete it, or choose another --out")
     return metas.get(args.meta_path, new)
@@ -886,6 +794,7 @@ def check_same_run(path: str, found: dict, wanted: dict, hint: str) -> None:
     for key in ("tokenizer", "source", "parts", *OPTIONS):
         values = f"{path} has {key} {found.get(key)}, and this run has {wanted[key]}"
         require(found.get(key) == wanted[key], f"{values}: {hint}")
+    # Before the source is open, which may need the network, there is no data to compare
     same = found.get("data") == wanted.get("data", found.get("data"))
     changed = f"the source, its list of files or its revision, is not that of {path}"
     require(same, f"{changed}: {hint}")
@@ -893,14 +802,14 @@ def check_same_run(path: str, found: dict, wanted: dict, hint: str) -> None:
 
 def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
     """Return the run's meta.json, and bring the folder in line with it."""
+    meta = find_meta(args, source)
     if args.overwrite:
         shards = load_metas(args.out)[0].get(args.meta_path, {"shards": {}})["shards"]
         paths = [os.path.join(args.out, name) for name in shards]
         paths += glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp"))
-        # a meta.json that lists all parts is out of date now
+        # A meta.json that lists all parts is out of date now
         for path in (*paths, args.meta_path, os.path.join(args.out, "meta.json")):
             Path(path).unlink(missing_ok=True)
-    meta = find_meta(args, source)
     for name, shard in meta["shards"].items():
         path = os.path.join(args.out, name)
         if os.path.exists(path + ".tmp"):  # listed, but not renamed yet
@@ -912,25 +821,16 @@ def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
 @contextmanager
 def lock(args: argparse.Namespace) -> Iterator[None]:
     """Lock this run, and remove what a killed process left. Raises UserError if it is locked."""
-    path = f"{args.meta_path}.lock"
-    with open(path, "w") as file:
-        if os.name == "posix":
-            import fcntl
+    import fcntl
 
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise UserError(f"another process is at work on {args.meta_path}") from error
+    with open(f"{args.meta_path}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, even a killed
+        except BlockingIOError as error:
+            raise UserError(f"another process is at work on {args.meta_path}") from error
         for leftover in glob.glob(f"{glob.escape(args.meta_path)}.*.tmp"):
             os.remove(leftover)  # a meta.json that was not renamed yet
         yield
-
-
-def find_missing_parts(metas: dict[str, dict]) -> list[str]:
-    """Name the parts of a dataset that are missing or not finished."""
-    done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
-    parts = max(meta["options"]["parts"] for meta in metas.values())
-    return [f"--part {part + 1}/{parts}" for part in range(parts) if part not in done]
 
 
 def verify(args: argparse.Namespace) -> None:
@@ -939,9 +839,9 @@ def verify(args: argparse.Namespace) -> None:
     require(metas, f"{args.out} has no meta.json to compare its shards with")
     wrong = [f"{path} is not finished" for path in metas if not metas[path]["progress"]["done"]]
     if args.meta_path not in metas:
-        missing = [f"{part} is missing" for part in find_missing_parts(metas)]
-        wrong += missing or ["the parts are not one dataset until --merge lists them"]
+        wrong.append("the parts are no dataset until --merge has found and listed all of them")
     wrong += [f"{name} is in no meta.json" for name in unlisted]
+    # All shards are read, also after the first damaged one: they are replaced together
     for name in sorted(shards):
         path = os.path.join(args.out, name)
         if not os.path.exists(path):
@@ -954,91 +854,87 @@ def verify(args: argparse.Namespace) -> None:
     print(f"{args.out}: {len(shards)} shards, {tokens:,} tokens, all as meta.json says")
 
 
-def merge(args: argparse.Namespace) -> None:
-    """List all parts' shards in one meta.json. Raises UserError if they are not one dataset."""
+def merge(args: argparse.Namespace) -> dict:
+    """List all parts' shards in one meta.json, and return it. Raises UserError if they are not one
+    dataset."""
     metas, shards, _ = load_metas(args.out)
     metas.pop(args.meta_path, None)  # an earlier merge's, or that of a run without parts
     require(metas, f"{args.out} has no parts to merge: --part 1/4 makes the first of four")
     first = next(iter(metas.values()))
     for path, meta in metas.items():
         check_same_run(path, meta, first, "make the parts again from the same data")
-    missing = find_missing_parts(metas)
+    # Each part was compared with the first, so all agree on how many there are
+    done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
+    parts = first["options"]["parts"]
+    missing = [f"--part {part + 1}/{parts}" for part in range(parts) if part not in done]
     require(not missing, f"{args.out}: finish {', '.join(missing)} first")
-    save_meta(args.meta_path, first | {"shards": shards, "progress": {"done": True}})
+    every = [meta["progress"]["tokens"] for meta in metas.values()]
+    tokens = {split: sum(part[split] for part in every) for split in ("val", "train")}
+    merged = first | {"shards": shards, "progress": {"done": True, "tokens": tokens}}
+    save_meta(args.meta_path, merged)
     print(f"{args.out}: {len(metas)} parts, {len(shards)} shards in one meta.json")
+    return merged
 
 
 # --------------------------------------------------------------------------------------------------
 # command line
 
 
-def build(args: argparse.Namespace) -> None:
-    """Write the shards that the command line asks for, from where an earlier run stopped."""
+def build(args: argparse.Namespace) -> dict:
+    """Write the shards that the command line asks for, from where an earlier run stopped, and
+    return their meta.json."""
     meta = find_meta(args)
     rate = ""
+    # A finished run opens nothing and needs no network. An unfinished one is pinned to its commit
     if not meta["progress"]["done"]:
+        print(f"{meta['source']}: if interrupted, run the same command to continue", flush=True)
         source = open_source(args, meta["revision"])
-        stamps = [stamp_file(name) for name in source.names]
         os.makedirs(args.out, exist_ok=True)
         with lock(args):
             meta = prepare_folder(args, source)  # read again: no other process can change it now
             require(not meta["progress"]["done"], f"another process just wrote {args.meta_path}")
-            segments = read_segments(source, args, meta["progress"])
-            encoded = tokenize(make_batches(segments), args.tokenizer, args.workers)
-            writer = ShardWriter(args, meta, stamps)
-            try:
-                announce(args, meta, source)
-                rate = measure_rate(fill_shards(writer, encoded), args.workers)
-                writer.finish_all()
-            finally:
-                encoded.close()
-                writer.close()
+            rate = write_shards(args, meta, source)
+    # A finished folder holds its shards and meta.json, and nothing else
     Path(f"{args.meta_path}.lock").unlink(missing_ok=True)
-    for split, tokens in meta["progress"]["tokens"].items():
-        shards = [name for name in meta["shards"] if f"_{split}_" in name]
-        print(f"{split:5} {tokens:,} tokens in {len(shards)} shards")
-    print(f"{meta['progress']['documents']:,} documents{rate}")
+    count = meta["progress"]["tokens"]
+    print(f"{count['train']:,} tokens to train and {count['val']:,} to validate{rate}")
+    return meta
 
 
-def announce(args: argparse.Namespace, meta: dict, source: Source) -> None:
-    """Say about how much disk the run will take. Raises UserError if less is free."""
-    budgets = [args.max_tokens, int(source.chars / CHARS_PER_TOKEN[args.tokenizer] / args.parts)]
-    expected = min(filter(None, budgets), default=0)
-    rest = max(0, expected - sum(meta["progress"]["tokens"].values()))
-    size = f"about {rest / 1e6:,.1f}M tokens if English, {rest / 5e5:,.1f} MB of disk"
-    if not expected:
-        size = "of unknown size"
-    print(f"{meta['source']}: {size}", flush=True)
-    free = shutil.disk_usage(args.out).free
-    hint = "make room, choose another --out, or take less with --max_tokens"
-    require(free >= 2 * rest, f"{args.out} has {free / 1e9:.2f} GB free: {hint}")
+def write_shards(args: argparse.Namespace, meta: dict, source: Source) -> str:
+    """Run all stages behind a progress bar, which only a terminal shows; return the speed."""
+    from tqdm import tqdm
 
-
-def measure_rate(totals: Iterator[int], workers: int) -> str:
-    """Run the writer, and return its steady rate in words."""
-    clock = [(time.perf_counter(), total) for total in totals]
-    if len(clock) < 10 * workers:
+    # The total is known where the user has set it, and of FineWeb's samples
+    total = args.max_tokens or source.tokens // args.parts or None
+    done = sum(meta["progress"]["tokens"].values())
+    batches = make_batches(read_segments(source, args, meta["progress"]))
+    clock = []  # (seconds, tokens so far), after every batch
+    bar = tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None)
+    with bar, closing(ShardWriter(args, meta, source)) as writer:
+        for done in fill_shards(writer, tokenize(batches, args.tokenizer, args.workers)):
+            clock.append((time.perf_counter(), done))
+            bar.update(done - bar.n)
+        writer.finish_all()
+    if len(clock) < 10 * args.workers:
         return ""  # too short to tell
-    (start, first), (end, last) = clock[workers], clock[-1]  # by then every worker has started
+    (start, first), (end, last) = clock[0], clock[-1]
     rate = (last - first) / (end - start)
-    return f", {rate / 1e6:.2f}M tokens/s on {workers} workers once started"
+    return f", {rate / 1e6:.2f}M tokens/s on {args.workers} workers"
 
 
-def suggest(folder: str) -> str:
+def suggest(args: argparse.Namespace, meta: dict) -> str:
     """Return the next command. train_gpt2.py's defaults are for 10B tokens, not for a book."""
-    metas, shards, _ = load_metas(folder)
-    if os.path.join(folder, "meta.json") not in metas:
-        return f"when all parts are done: python fineweb.py --merge --out {shlex.quote(folder)}"
-    tokens = {"train": 0, "val": 0}
-    for name, shard in shards.items():
-        split = re.search("_(train|val)_", name)[1]
-        tokens[split] += shard["tokens"]
+    out = shlex.quote(args.out)
+    if args.parts > 1:
+        return f"when all parts are done: python fineweb.py --merge --out {out}"
+    tokens = meta["progress"]["tokens"]
     if tokens["train"] < 2000:
         return f"{tokens['train']:,} tokens are too few to train on: more text is needed"
-    flags = f"--data_dir {shlex.quote(folder)}"
-    log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(folder))))
-    seq_len = 1024  # tokens of a window, which validation needs one more than
-    if all(meta["tokenizer"] == "bytes" for meta in metas.values()):
+    flags = f"--data_dir {out}"
+    log_dir = shlex.quote(os.path.join("log", os.path.basename(os.path.abspath(args.out))))
+    seq_len = 1024  # tokens of a window; validation needs one more, as each predicts the next
+    if meta["tokenizer"] == "bytes":
         flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
         seq_len = 48
     elif tokens["train"] < 10**8:
@@ -1053,7 +949,7 @@ def suggest(folder: str) -> str:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and settle the defaults that depend on other options."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = refuse_arguments
+    parser.error = refuse_arguments  # argparse's own would end the program that calls main
     add = parser.add_argument
     add("--dataset", help=f"name on the hub, folder (default {FINEWEB_EDU}), or pydocs")
     add("--name", help="a configuration of it (default for FineWeb: sample-10BT)")
@@ -1067,7 +963,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max_tokens", type=int, help="stop after this many tokens, with --part in each part")
     add("--format", choices=["npy", "bin"], default="npy", help="bin is llm.c's")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="processes that tokenise (default: one for every core)")
+    add("--workers", type=int, help="threads that tokenise (default: one for every core)")
     streaming = "tokenise during the download (default), or copy the whole dataset first"
     add("--streaming", action=argparse.BooleanOptionalAction, default=True, help=streaming)
     add("--overwrite", action="store_true", help="delete this run's shards and start over")
@@ -1094,112 +990,69 @@ def settle_source(args: argparse.Namespace) -> None:
     if "fineweb" in args.prefix:
         args.name = args.name or "sample-10BT"
         folder += re.sub(r"^sample-(\w+)T$", r"\1", args.name)  # 10B; a dump keeps its name
-    args.out = args.out or folder
+    args.out = args.out or folder  # other data has no name to make a folder's name from
     require(args.out, "--out FOLDER is needed: where do the shards go?")
-    # the files of each part have names of their own
+    # Parts share a folder, so the files of each part have names of their own
     suffix = f"-{args.part + 1:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
     args.prefix += suffix
     args.meta_path = os.path.join(args.out, f"meta{suffix}.json")
 
 
 def settle_numbers(args: argparse.Namespace) -> None:
-    """Fill in the numbers that are not given. Raises UserError for impossible values."""
+    """Fill in the tokenizer and the numbers. Raises UserError for impossible values."""
     pydocs = args.dataset == "pydocs"
-    if args.tokenizer is None:
-        args.tokenizer = "bytes" if pydocs else "gpt2"
-    if args.workers is None and pydocs:
-        args.workers = 1  # starting a second one takes longer than the work
-    elif args.workers is None:
-        args.workers = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    args.tokenizer = args.tokenizer or ("bytes" if pydocs else "gpt2")
+    if args.workers is None:
+        # On a shared machine this process may be allowed fewer cores than there are
+        linux = sys.platform == "linux"
+        args.workers = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
     if args.val_share is None:
+        # FineWeb is shuffled, so its beginning is as good a sample as any, and it is the shard with
+        # which build-nanogpt validates. Other data may begin with one kind of text
         args.val_share = 1.0 if "fineweb" in args.prefix else 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
-    bounds = {  # least and most; .bin counts its tokens in int32
-        "shard_size": (1, 2**31 - 1 if args.format == "bin" else math.inf),
-        "max_tokens": (1, math.inf),
-        "val_tokens": (0, math.inf),
-        "workers": (1, MOST_WORKERS),
+    bounds = {
+        "shard_size": (1, 2**31 - 1),  # .bin counts its tokens in an int32
+        "max_tokens": (1, 10**15),
+        "val_tokens": (0, 10**15),
         "val_share": (0, 1),
+        "workers": (1, 512),  # each has some 5 MB of text and tokens in hand
     }
     for name, (least, most) in bounds.items():
         value = getattr(args, name)
-        expected = f"expected {least} to {most}".replace("to inf", "or more")
-        require(value is None or least <= value <= most, f"--{name} {value}: {expected}")
-
-
-@contextmanager
-def end_on_signals() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the block, at the latest GRACE seconds after they arrive.
-
-    They become KeyboardInterrupt in the main thread, but only when that runs Python again, and a
-    library that waits for the network in C++ can keep it from that for half an hour. So a thread
-    learns of them too, and ends the process, which harms a run no more than SIGKILL does.
-    """
-
-    def watch() -> None:
-        while received := signals.recv(1):
-            if received[0] in (signal.SIGINT, signal.SIGTERM):
-                signals.settimeout(GRACE)
-                with suppress(TimeoutError):
-                    while signals.recv(1):  # b"" once the block has ended
-                        pass
-                    return
-                end(128 + received[0], f"interrupted. {CONTINUE}")
-
-    def interrupt(signum: int, frame: object) -> None:
-        raise KeyboardInterrupt(signum)
-
-    signals, sender = socket.socketpair()
-    sender.setblocking(False)
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    previous_fd = signal.set_wakeup_fd(sender.fileno())  # C code writes the signal's number there
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous_fd)
-        signal.signal(signal.SIGTERM, previous)
-        sender.close()
-
-
-def end(status: int, line: str) -> NoReturn:
-    """End the process at once: a library's threads may still wait for the network."""
-    print(f"fineweb.py: {line}", file=sys.stderr, flush=True)
-    os._exit(status)
+        inside = value is None or least <= value <= most
+        require(inside, f"--{name} {value}: expected {least} to {most}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; without one, the process's own, and then say what to run next.
-
-    Exits with 2 for bad arguments or data, 1 when the work failed, 128 + signal for a signal.
-    """
+    """Run the command line; without one, the process's own, and then say what to run next. Exits
+    with 2 for bad arguments or data and with 1 when the work failed."""
+    if argv is None:
+        # Ctrl-C and SIGTERM end the process at once, which harms a run no more than SIGKILL does.
+        # Python's own handler waits until the main thread runs Python again, and a library that
+        # waits for the network in C++ keeps it from that for up to half an hour
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with end_on_signals():
-            args = parse_args(argv)
-            if args.verify:
-                verify(args)
-            elif args.merge:
-                merge(args)
-            else:
-                build(args)
-            if argv is None:
-                print(suggest(args.out))
+        args = parse_args(argv)
+        if args.verify:
+            verify(args)
             return
+        meta = merge(args) if args.merge else build(args)
+        if argv is None:
+            print(suggest(args, meta))
+        return
     except UserError as error:
         status = 2
-        line = str(error)
-    except OSError as error:
+        line = f"fineweb.py: {error}"
+    except OSError as error:  # no network, no disk space
         status = 1
-        line = f"{error}. {CONTINUE}"
-    except KeyboardInterrupt as stop:
-        status = 128 + (stop.args or (signal.SIGINT,))[0]
-        line = f"interrupted. {CONTINUE}"
+        line = f"fineweb.py: {error}. What is finished stays: run the same command to continue."
     sys.stdout.flush()
-    line = " ".join(line.split())  # the messages of libraries may have several lines
+    # The messages of libraries may have several lines
+    print(" ".join(line.split()), file=sys.stderr, flush=True)
     if argv is None:
-        end(status, line)
-    print(f"fineweb.py: {line}", file=sys.stderr)
+        os._exit(status)  # without waiting for a library's threads, which wait for the network
     sys.exit(status)
 
 

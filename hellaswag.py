@@ -26,8 +26,10 @@ import hashlib
 import io
 import json
 import math
+import os
 import re
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -66,13 +68,14 @@ def fetch(path: str | Path | None = None) -> Path:
         require(Path(path).is_file(), f"there is no HellaSwag file {path}")
         return Path(path)
     if FILE.is_file():
-        return FILE
+        return FILE  # its sha256 was compared when it was downloaded
     hint = f"save {URL} as {FILE}, or pass another place to hellaswag.py with --data"
     try:
         with urllib.request.urlopen(URL, timeout=30) as response:  # seconds; raises unless 200
             data = response.read()
     except (OSError, HTTPException) as error:  # HTTPException: fewer bytes than announced
         raise ConnectionError(f"HellaSwag cannot be downloaded ({error}): {hint}") from error
+    # A proxy's login page also arrives with status 200, and must not be kept as the data
     if hashlib.sha256(data).hexdigest() != SHA256:
         raise ConnectionError(f"the download of {len(data)} bytes is not HellaSwag: {hint}")
     try:
@@ -92,7 +95,7 @@ def iterate_examples(path: str | Path = "val") -> Iterator[dict]:
     """
     if str(path) == "val":
         path = fetch()
-    with open(path, "rb") as file:
+    with open(path, "rb") as file:  # as bytes: what is not UTF-8 then fails in its own line
         for number, line in enumerate(file, 1):
             if line.strip():
                 yield parse_example(line, f"{path}, line {number}")
@@ -106,11 +109,13 @@ def parse_example(line: bytes, where: str) -> dict:
             example["ctx"] = f"{example['ctx_a']} {example['ctx_b']}".strip()
         texts = [example["ctx"], *example["endings"]]
         texts += [example[key] for key in ("ctx_a", "ctx_b", "activity_label") if key in example]
-        label = int(example["label"])
+        label = str(example["label"])  # the original file has numbers, some copies have texts
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{where}: not an example of HellaSwag ({error!r})") from error
+    # "abcd" would pass for four endings, and an empty ending has no length to divide by
     is_example = isinstance(example["endings"], list) and len(example["endings"]) == 4
-    is_example = is_example and label in range(4) and all(isinstance(text, str) for text in texts)
+    is_example = is_example and label in ("0", "1", "2", "3") and all(example["endings"])
+    is_example = is_example and all(isinstance(text, str) for text in texts)
     require(is_example, f"{where}: expected a text ctx, 4 texts as endings and a label from 0 to 3")
     return example
 
@@ -130,6 +135,8 @@ class Row:
 
 def clean(text: str) -> str:
     """Return the text without the marks of WikiHow articles, as the harness does."""
+    # The harness does this in the same order, and replaces double spaces once, so that three become
+    # two. Scores compare only if every character is the same
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
@@ -138,6 +145,7 @@ def render_rows(example: dict, tokenizer: tiktoken.Encoding, convention: str) ->
     """Return the four rows of an example by one of the CONVENTIONS."""
     rows = []
     if convention == "build-nanogpt":
+        # The ending is encoded with the space before it, because GPT-2's tokens begin with spaces
         context = tokenizer.encode_ordinary(example["ctx"])
         for ending in example["endings"]:
             tokens = tokenizer.encode_ordinary(" " + ending)
@@ -145,6 +153,7 @@ def render_rows(example: dict, tokenizer: tiktoken.Encoding, convention: str) ->
         return rows
     text = example["ctx"]
     if "ctx_b" in example:
+        # The second half begins the sentence that the ending goes on with
         text = example["ctx_a"] + " " + example["ctx_b"].capitalize()
     if "activity_label" in example:
         text = f"{example['activity_label']}: {text}"
@@ -177,6 +186,7 @@ def render_example(example: dict, tokenizer: tiktoken.Encoding | None = None):
 def get_most_likely_row(tokens: torch.Tensor, mask: torch.Tensor, logits: torch.Tensor) -> int:
     """Return the row of tokens (4, N) with the lowest mean loss where mask is 1, given logits
     (4, N, V) of any precision. The losses are computed in float32."""
+    # The logits at position i predict the token at i + 1, so the last ones predict nothing
     losses = F.cross_entropy(logits[:, :-1].float().mT, tokens[:, 1:], reduction="none")
     counted = mask[:, 1:]
     return int(((losses * counted).sum(dim=1) / counted.sum(dim=1)).argmin())
@@ -197,6 +207,7 @@ class Rows:
 def load_rows(path: Path, tokenizer_name: str, convention: str) -> Rows:
     """Return the rendered rows of the file. Rendering takes seconds, so the rows are kept on disk
     beside the file for the next run, under a name that changes with the file and this script."""
+    # The script is part of the name, because an edit of render_rows must not find the old rows
     digest = hashlib.sha256(path.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
     cached = path.with_name(f"{path.stem}.{tokenizer_name}.{convention}.{digest}.npz")
     with suppress(Exception), np.load(cached) as arrays:  # if missing or damaged, render again
@@ -271,6 +282,7 @@ def make_batches(
         targets = np.full((len(numbers), width), -1)
         for i, number in enumerate(numbers):
             row = rows[number][-lengths[number] :]
+            # Cutting the row moves the start of the ending. Nothing predicts the row's first token
             start = max(1, data.starts[number] - (len(rows[number]) - len(row)))
             tokens[i, : len(row)] = row
             targets[i, start - 1 : len(row) - 1] = row[start:]  # position i predicts token i + 1
@@ -294,6 +306,7 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
+    # The processes take batches in turns. Neighbours cost about the same, being sorted by length
     for first in range(0, len(batches), world_size):
         i = min(first + rank, len(batches) - 1)  # the last batch again if there is no other
         numbers, tokens, targets = batches[i]
@@ -302,6 +315,7 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
             losses[numbers.to(device)] = each.sum(dim=1)
     if world_size > 1:
         dist.all_reduce(losses)  # a row is zero in all processes but one
+    # The lowest loss is the highest probability: the loss is minus its logarithm
     sums = losses.double().cpu().view(n, 4).numpy()
     means = sums / data.lengths[: 4 * n].reshape(n, 4)
     labels = data.labels[:n]
@@ -334,6 +348,21 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def fetch_once(run, path: str | None) -> Path:
+    """Fetch in the first process of a train_gpt2.Run, and after that in the others, which then find
+    the file. Raises UserError in every process where the first one failed."""
+    problem = ""
+    if run.rank == 0:
+        try:
+            fetch(path)
+        except (UserError, ConnectionError) as error:
+            problem = str(error)
+    # Without this the others would wait for the first process, and end with a traceback about it
+    problem = run.gather(problem)[0]
+    require(not problem, problem)
+    return fetch(path)
+
+
 def run_command(argv: list[str] | None) -> None:
     """Score the model that the command line names, by both conventions."""
     import train_gpt2
@@ -341,8 +370,7 @@ def run_command(argv: list[str] | None) -> None:
     args = parse_args(argv)
     run = train_gpt2.setup_run(args)
     model = train_gpt2.GPT.from_pretrained(args.model).to(run.device).eval()
-    with run.main_first():
-        path = fetch(args.data)
+    path = fetch_once(run, args.data)
     for convention in CONVENTIONS:
         with run.eager():
             result = score(model, path, convention, run.device, args.examples)
@@ -357,6 +385,10 @@ def main(argv: list[str] | None = None) -> None:
         run_command(argv)
     except (UserError, ConnectionError) as error:
         status = 2
+        if int(os.environ.get("RANK", 0)) > 0:
+            # The first process prints the same line, and meanwhile torchrun ends this one. A line
+            # that only this process has is printed after that
+            time.sleep(3)  # seconds; torchrun looks at its processes ten times a second
         print(f"hellaswag.py: {error}", file=sys.stderr)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -77,10 +77,9 @@ def stop_early(argv: list[str], batches: int) -> None:
     source = fineweb.open_source(args)
     Path(args.out).mkdir(exist_ok=True)
     meta = fineweb.prepare_folder(args, source)
-    stamps = [fineweb.stamp_file(name) for name in source.names]
     segments = fineweb.read_segments(source, args, meta["progress"])
     those = fineweb.make_batches(segments)
-    writer = fineweb.ShardWriter(args, meta, stamps)
+    writer = fineweb.ShardWriter(args, meta, source)
     written = fineweb.fill_shards(writer, fineweb.tokenize(those, args.tokenizer, 1))
     for _ in range(batches):
         next(written)
@@ -91,7 +90,7 @@ def start(*argv: object, **how: object) -> subprocess.Popen:
     """Start fineweb.py as a user does."""
     command = [sys.executable, str(ROOT / "fineweb.py"), *(str(word) for word in argv)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes, **how)
+    return subprocess.Popen(command, **pipes | how)
 
 
 def refuse(capsys, *argv: object) -> str:
@@ -127,7 +126,11 @@ def to_tokens(texts: list[str]) -> list[int]:
 def to_segments(blocks: list[str]) -> list[fineweb.Segment]:
     """A document's segments, none of which begins one: what is encoded is its text alone."""
     texts = fineweb.split_text(blocks)
-    return [fineweb.Segment([0, k, 0], False, text) for k, text in enumerate(texts)]
+    return [to_segment(text, k, False) for k, text in enumerate(texts)]
+
+
+def to_segment(text: str, k: int = 0, begins: bool = True) -> fineweb.Segment:
+    return fineweb.Segment([0, k, 0], begins, f"docs, document {k}", text.encode())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,16 +155,31 @@ def test_unknown_tokenizer_is_a_value_error() -> None:
 
 @needs_gpt2
 @exact
-@given(st.text(st.characters(exclude_categories=[]), max_size=50))
-def test_encoding_is_gpt2s_ordinary_encoding(text: str) -> None:
-    """Also of lone surrogates, which JSON may hold, and of the text <|endoftext|>."""
-    for whole in (text, text + "<|endoftext|>" + text, text + "\ud800"):
-        expected = fineweb.get_tokenizer("gpt2").encode_ordinary(whole)
-        batch = [fineweb.Segment([0, k, 0], k == 0, whole) for k in range(2)]
-        (_, _, begun), (_, _, goes_on) = fineweb.encode(batch, "gpt2")
-        assert begun.dtype == np.uint16
-        assert begun.tolist() == [50256, *expected]
-        assert goes_on.tolist() == expected
+@given(st.lists(st.tuples(st.text(max_size=50), st.booleans(), st.booleans()), min_size=1))
+def test_encoding_is_gpt2s_ordinary_encoding(drawn: list[tuple[str, bool, bool]]) -> None:
+    """One call encodes a batch: no segment may see its neighbour, nor <|endoftext|> in a text."""
+    enc = fineweb.get_tokenizer("gpt2")
+    texts = [text + "<|endoftext|>" * literal + text for text, _, literal in drawn]
+    batch = [
+        to_segment(text, k, begins)
+        for k, (text, (_, begins, _)) in enumerate(zip(texts, drawn, strict=True))
+    ]
+    encoded = fineweb.encode(batch, "gpt2")
+    assert [position for position, _, _ in encoded] == [segment.position for segment in batch]
+    for text, (_, begins, tokens) in zip(texts, encoded, strict=True):
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == [50256] * begins + enc.encode_ordinary(text)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", pytest.param("gpt2", marks=needs_gpt2)])
+def test_half_a_surrogate_pair_becomes_what_tiktoken_makes_of_it(tokenizer, tmp_path: Path) -> None:
+    """JSON may hold one, UTF-8 cannot; a whole pair is a character."""
+    texts = ["\ud800", "a\udfffb\ud83d", "😀 <|endoftext|>", "한\ud7ff"]
+    build(write_jsonl(tmp_path / "docs.jsonl", texts * 9), tmp_path / "out", tokenizer=tokenizer)
+    enc = fineweb.get_tokenizer(tokenizer)
+    expected = [token for text in texts for token in (enc.eot_token, *enc.encode_ordinary(text))]
+    tokens = read_split(tmp_path / "out", "val") + read_split(tmp_path / "out", "train")
+    assert sorted(tokens) == sorted(expected * 9)
 
 
 @needs_gpt2
@@ -189,7 +207,7 @@ def test_a_megabyte_of_blanks_does_not_overflow_the_tokenizer() -> None:
 # shards
 
 
-@settings(exact, max_examples=60)
+@settings(exact, max_examples=40)
 @given(data=st.data())
 def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) -> None:
     """Documents of 0 to 5 shards, each after its end-of-text token; nothing lost at any edge."""
@@ -213,7 +231,7 @@ def test_shards_concatenated_are_the_documents_in_order(data, tmp_path_factory) 
     assert set(sizes[:-1]) <= {shard_size} and 0 < sizes[-1] <= shard_size
 
 
-@settings(exact, max_examples=40)
+@settings(exact, max_examples=25)
 @given(data=st.data())
 def test_both_splits_are_in_order_and_together_all_there_is(data, tmp_path_factory) -> None:
     """A token lost or told twice where a document is cut, or a document out of its order."""
@@ -222,7 +240,7 @@ def test_both_splits_are_in_order_and_together_all_there_is(data, tmp_path_facto
     share = data.draw(st.sampled_from([0.0, 0.05, 0.1, 0.5]), "share")
     folder = tmp_path_factory.mktemp("share")
     files = write_jsonl(folder / "docs.jsonl", texts)
-    options = ["--val_share", share, "--shard_size", 50, "--val_tokens", 10**6]
+    options = ["--val_share", share, "--shard_size", 200, "--val_tokens", 10**6]
     with mock.patch.object(fineweb, "PIECE", data.draw(st.sampled_from([7, 20, 1000]), "piece")):
         build(files, folder / "out", *options)
     val, train = (read_split(folder / "out", split) for split in ("val", "train"))
@@ -251,15 +269,16 @@ def test_validation_has_its_share_of_a_corpus_of_any_size(length, shard_size, tm
 
 
 @pytest.mark.parametrize("name", ["docs.jsonl", "docs.txt"])
-def test_a_corpus_smaller_than_a_shard_gives_both_splits(name: str, tmp_path: Path) -> None:
-    """All of it within validation, which comes first: a tenth of it is left for that."""
+def test_a_corpus_smaller_than_a_shard_gives_both_splits(name: str, tmp_path: Path, capsys) -> None:
+    """Where validation comes first and takes all of it, it says what to do instead."""
     text = "to be or not to be " * 50
     path = tmp_path / name
     path.write_text(text if path.suffix == ".txt" else json.dumps({"text": text}))
-    build(path, tmp_path / "out", "--val_share", 1)
-    expected = to_tokens([text])
-    assert read_split(tmp_path / "out", "val") == expected[: len(expected) // 10]
-    assert read_split(tmp_path / "out", "train") == expected[len(expected) // 10 :]
+    build(path, tmp_path / "out")
+    tokens = read_split(tmp_path / "out", "val") + read_split(tmp_path / "out", "train")
+    assert sorted(tokens) == sorted(to_tokens([text])) and read_split(tmp_path / "out", "val")
+    argv = ["--files", path, "--out", tmp_path / "val", "--tokenizer", "bytes", "--val_share", 1]
+    assert "951 tokens in all, none to train on" in refuse(capsys, *argv)
 
 
 def test_max_tokens_ends_exactly_there(tmp_path: Path) -> None:
@@ -270,8 +289,6 @@ def test_max_tokens_ends_exactly_there(tmp_path: Path) -> None:
     tokens = to_tokens(texts)[:1000]
     assert read_split(tmp_path / "out", "val") == tokens[:100]
     assert read_split(tmp_path / "out", "train") == tokens[100:]
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
-    assert meta["progress"]["documents"] == tokens.count(256)
 
 
 def test_bin_shards_are_llm_cs(tmp_path: Path) -> None:
@@ -445,17 +462,20 @@ def test_importing_does_nothing_and_is_cheap() -> None:
 # interruptions
 
 
-def test_killed_at_20_random_moments_it_ends_byte_for_byte_the_same(tmp_path: Path) -> None:
+KILLS = int(os.environ.get("GPT2_TEST_KILLS", 6))
+
+
+def test_killed_at_random_moments_it_ends_byte_for_byte_the_same(tmp_path: Path) -> None:
     """SIGKILL gives no chance to clean up: whatever is on the disk must be enough to go on."""
     files = write_jsonl(tmp_path / "docs.jsonl", random_texts(2500, 4000))
     options = ["--tokenizer", "bytes", "--shard_size", 40_000, "--val_share", 0.3]
     whole = build(files, tmp_path / "whole", *options[2:])
     rng, out, kills, finished = random.Random(1), tmp_path / "killed0", 0, 0
-    while kills < 20:
+    while kills < KILLS:
         workers = rng.choice([1, 1, 2])
         process = start("--files", files, "--out", out, "--workers", workers, *options)
         try:
-            status = process.wait(rng.uniform(0.2, 0.5) + 0.3 * (workers - 1))
+            status = process.wait(rng.uniform(0.2, 0.6))
         except subprocess.TimeoutExpired:
             process.kill()
             status = process.wait()
@@ -509,21 +529,18 @@ def test_a_kill_between_listing_and_renaming_is_repaired(tmp_path: Path) -> None
     assert read_folder(tmp_path / "out") == read_folder(whole)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_with_one_line_and_its_status(signum: int, tmp_path: Path) -> None:
-    """128 + signal, and the line says how to go on; so it does."""
+def test_an_interrupt_ends_it_at_once_and_without_a_traceback(signum: int, tmp_path: Path) -> None:
+    """A shell stops its loop only where the signal itself ended the process. Then it goes on."""
     files = write_jsonl(tmp_path / "docs.jsonl", random_texts(1500, 3000))
     options = ["--shard_size", 20_000, "--tokenizer", "bytes"]
     out = tmp_path / "out"
-    process = start(
-        "--files", files, "--out", out, "--workers", 2, *options, start_new_session=True
-    )
+    process = start("--files", files, "--out", out, *options)
     wait_for_shards(out, 5)
-    os.killpg(process.pid, signum) if signum == signal.SIGINT else process.send_signal(signum)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum, errors
-    assert errors.strip().count("\n") == 0 and "same command" in errors
+    process.send_signal(signum)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signum and not errors, errors
+    assert "run the same command to continue" in output
     build(files, out, *options[:2])
     whole = build(files, tmp_path / "whole", *options[:2])
     assert read_folder(out) == read_folder(whole)
@@ -534,44 +551,6 @@ def wait_for_shards(folder: Path, number: int) -> None:
     while len(list(folder.glob("*.npy"))) < number:
         assert time.monotonic() < end, "no shards"
         time.sleep(0.01)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
-    """Orphans would hold memory for ever, on a machine that kills and restarts."""
-    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 3000))
-    options = ["--shard_size", 20_000, "--tokenizer", "bytes", "--workers", 2]
-    process = start("--files", files, "--out", tmp_path / "out", *options)
-    wait_for_shards(tmp_path / "out", 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    assert len(children) >= 2
-    process.kill()
-    process.wait()
-    end = time.monotonic() + 10  # seconds
-    while any(is_running(child) for child in children):
-        assert time.monotonic() < end, "a worker outlived its parent"
-        time.sleep(0.05)
-
-
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads /proc")
-def test_a_killed_worker_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    """The system kills a process when memory is short: waiting for it for ever is no answer."""
-    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(3000, 3000))
-    options = ["--shard_size", 20_000, "--tokenizer", "bytes", "--workers", 2]
-    process = start("--files", files, "--out", tmp_path / "out", *options)
-    wait_for_shards(tmp_path / "out", 3)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1 and errors.count("\n") == 1, errors
-    assert "a worker was killed" in errors and "same command" in errors
-
-
-def is_running(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits a file's size by POSIX")
@@ -608,6 +587,31 @@ def test_two_processes_cannot_write_the_same_run(tmp_path: Path, capsys) -> None
     argv = ["--files", str(files), "--out", str(tmp_path)]
     with fineweb.lock(fineweb.parse_args(argv)):
         assert "another process" in refuse(capsys, *argv, "--tokenizer", "bytes")
+
+
+def test_a_terminal_shows_a_progress_bar(tmp_path: Path) -> None:
+    """A night's run without a sign of life; a bar in a log file, or in the middle of the one line."""
+    pty = pytest.importorskip("pty")
+    termios = pytest.importorskip("termios")
+    files = write_jsonl(tmp_path / "a.jsonl", random_texts(900, 3000))
+    bad = tmp_path / "b.jsonl"
+    bad.write_text(files.read_text() + "[1]")
+    for paths, status in ([files], 0), ([files, bad], 2):
+        ours, theirs = pty.openpty()
+        termios.tcsetwinsize(theirs, (24, 100))
+        argv = ["--files", *paths, "--out", tmp_path / f"out{status}", "--tokenizer", "bytes"]
+        process = start(*argv, "--max_tokens", 9_000_000, stderr=theirs)
+        output, _ = process.communicate(timeout=60)
+        os.close(theirs)
+        shown = os.read(ours, 2**16).decode()
+        os.close(ours)
+        assert process.returncode == status
+        assert " tokens/s" in shown and "/9.00M" in shown, shown
+        assert "\r" not in output and "tokens/s]" not in output
+        lines = shown.strip().split("\r\n")
+        assert lines[-1].startswith("fineweb.py: ") if status else len(lines) == 1
+    process = start("--files", files, "--out", tmp_path / "quiet", *argv[-2:])
+    assert process.communicate(timeout=60)[1] == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -656,26 +660,23 @@ def test_what_to_run_next_is_for_the_command_line_alone(tmp_path: Path, capsys) 
 ])  # fmt: skip
 def test_what_to_run_next_suits_the_amount(tokenizer, tokens, words, tmp_path: Path) -> None:
     """176,000 tokens of one's own, and the whole run was a single step of 524,288."""
-    folder = tmp_path / "my text"
-    folder.mkdir()
-    shards = {"docs_train_000000.npy": {"tokens": tokens}, "docs_val_000001.npy": {"tokens": 10**9}}
-    meta = {"tokenizer": tokenizer, "options": {}, "shards": shards, "progress": {}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    line = fineweb.suggest(f"{folder}/")
+    out = f"{tmp_path}/my text/"
+    settings = fineweb.parse_args(["--files", "x.txt", "--out", out])
+    meta = {"tokenizer": tokenizer, "progress": {"tokens": {"train": tokens, "val": 10**9}}}
+    line = fineweb.suggest(settings, meta)
     _, _, script, *argv = shlex.split(line)
     args = train_gpt2.parse_args(argv)
-    assert script == "train_gpt2.py" and Path(args.data_dir) == folder
+    assert script == "train_gpt2.py" and args.data_dir == out
     assert args.log_dir == ("log/my text" if words else "log") and not args.overwrite
     assert {flag for flag in argv if flag.startswith("--")} >= set(words)
-    train_shards = {
-        "docs_train_000000.npy": np.broadcast_to(np.uint16(0), tokens)
-    }  # of that length
-    (folder / "meta.json").write_text(json.dumps(meta | {"vocab_size": 257, "eot": 256}))
-    settled, _, _ = train_gpt2.settle_args(args, {}, train_shards, make_run())
+    shards = {"docs_train_000000.npy": np.broadcast_to(np.uint16(0), tokens)}  # of that length
+    Path(out).mkdir()
+    names = {"tokenizer": tokenizer, "vocab_size": 257, "eot": 256}
+    (Path(out) / "meta.json").write_text(json.dumps(names))
+    settled, _, _ = train_gpt2.settle_args(args, {}, shards, make_run())
     assert settled.max_steps > 200
-    meta["shards"].pop("docs_val_000001.npy")
-    (folder / "meta.json").write_text(json.dumps(meta))
-    assert fineweb.suggest(str(folder)).endswith("--val_every 0"), "or it ends for lack of val"
+    meta["progress"]["tokens"]["val"] = 0
+    assert fineweb.suggest(settings, meta).endswith("--val_every 0"), "or it ends for lack of val"
 
 
 def test_verify_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
@@ -745,14 +746,14 @@ BAD_ARGUMENTS = {
     "--part three": "expected I/N",
     "--workers 513": "expected 1 to 512",
     "--workers 0": "expected 1 to 512",
-    "--shard_size -1": "expected 1 or more",
+    "--shard_size -1": "expected 1 to 2147483647",
     "--format bin --shard_size 3000000000": "expected 1 to 2147483647",
     "--files a.jsonl --dataset pydocs": "choose one",
     "--files nothing*.jsonl --out {out}": "no such file",
     "--files {out}/x.csv --out {out}/new": "expected .jsonl",
     "--files {out}/x.jsonl": "--out FOLDER",
     "--dataset {out}/nowhere --out {out}/new": "nowhere",
-    "--dataset pydocs --part 1/2 --out {out}/new": "2 parts need as many files",
+    "--files {out}/x.jsonl --part 1/2 --out {out}/new": "2 parts need as many files",
     "--verify --out {out}": "no meta.json",
     "--merge --out {out}": "no parts",
 }
@@ -770,10 +771,13 @@ def test_bad_arguments_are_one_line_and_status_2(words: str, tmp_path: Path, cap
 
 GOOD = b'{"text": "good"}\n'
 BAD_FILES = {
-    "key.jsonl": (GOOD + b'{"body": "x", "id": 1}', ["line 2", "body, id", "--text_key"]),
-    "null.jsonl": (GOOD + b'{"text": null}', ["line 2", "None"]),
-    "list.jsonl": (GOOD + b"[1, 2]", ["line 2", "expected an object"]),
-    "json.jsonl": (GOOD * 2 + b'{"text": "cut of', ["line 3", "not JSON"]),
+    "key.jsonl": (
+        GOOD + b'{"body": "x", "id": 1}',
+        ["line 2", "'body': 'str', 'id'", "--text_key"],
+    ),
+    "null.jsonl": (GOOD + b'{"text": null}', ["line 2", "NoneType"]),
+    "list.jsonl": (GOOD + b"[1, 2]", ["line 2", "[1, 2]"]),
+    "json.jsonl": (GOOD * 2 + b'{"text": "cut of', ["line 3", "JSONDecodeError"]),
     "latin1.txt": (b"caf\xe9", ["latin1.txt, line 1, byte 4", "0xe9 is not UTF-8"]),
     "cut.jsonl.gz": (gzip.compress(GOOD * 99)[:-9], ["cut.jsonl.gz"]),
     "cut.jsonl.xz": (lzma.compress(GOOD * 99)[:-9], ["cut.jsonl.xz"]),
@@ -805,10 +809,10 @@ def test_a_truncated_zst_is_noticed(tmp_path: Path, capsys) -> None:
 def test_a_missing_column_names_those_that_are_there(hub_folder, tmp_path, capsys) -> None:
     """Of a hub dataset and of a plain parquet file."""
     argv = hub_options(hub_folder, tmp_path / "hub", "--text_key", "body")
-    assert "text, id, dump" in refuse(capsys, *argv)
+    assert "'text': 'str', 'id': 'str', 'dump'" in refuse(capsys, *argv)
     files = ["--files", f"{hub_folder}/**/*.parquet", "--out", tmp_path / "files"]
     argv = [*files, "--text_key", "body", "--tokenizer", "bytes", "--workers", 1]
-    assert "row 1: no key 'body' but text, id" in refuse(capsys, *argv)
+    assert "row 1: expected text under the key 'body'" in refuse(capsys, *argv)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -902,7 +906,10 @@ def start_hub(server: ThreadingHTTPServer, home: Path, *options: object, **chang
     return start(*argv, env=env | changes)
 
 
-TRAIN = {f"train-0000{k}-of-00003": random_texts(300, 2000, seed=k) for k in range(3)}
+TRAIN = {  # 3 files of 2 MB, of which some are written before the last of them is asked for
+    f"train-0000{k}-of-00003": [f"{k}, {n}: " + "some words " * 200 for n in range(900)]
+    for k in range(3)
+}
 
 
 def test_ctrl_c_and_sigterm_end_it_while_the_network_is_down(tmp_path: Path) -> None:
@@ -941,16 +948,14 @@ def test_ctrl_c_and_sigterm_end_it_while_the_network_is_down(tmp_path: Path) -> 
     for process, signum, _, forever in runs:
         _, errors = process.communicate(timeout=max(0.1, end - time.monotonic()))
         forever.set()
-        assert process.returncode == 128 + signum, errors
-        last = errors.strip().split("\n")[-1]
-        assert "interrupted" in last and "same command" in last and "Traceback" not in errors
+        assert process.returncode == -signum and "Traceback" not in errors, errors
 
 
 def test_a_run_reads_the_commit_with_which_it_began(tmp_path: Path) -> None:
     """A new commit on the hub, to the README say, ended the loop of a night."""
     pytest.importorskip("datasets")
     server = serve_hub(TRAIN)
-    options = ["--shard_size", 50_000, "--out"]
+    options = ["--shard_size", 300_000, "--out"]
     whole = start_hub(server, tmp_path / "hf0", *options, tmp_path / "whole")
     assert whole.wait(60) == 0, whole.stderr.read()
 
@@ -1005,12 +1010,12 @@ def test_the_validation_split_of_a_dataset_is_mentioned(tmp_path: Path) -> None:
     """It was left out without a word; and val was nearly all of a dataset just above a shard."""
     pytest.importorskip("datasets")
     server = serve_hub(TRAIN | {"validation-00000-of-00001": ["val"] * 9})
-    options = ["--out", tmp_path / "out", "--shard_size", 700_000]
+    options = ["--out", tmp_path / "out", "--shard_size", 5_000_000]
     process = start_hub(server, tmp_path / "hf", *options)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and "split validation is not used" in output, errors
     val, train = (len(read_split(tmp_path / "out", split)) for split in ("val", "train"))
-    assert val + train > 800_000 and 0.08 < val / (val + train) < 0.13
+    assert val + train > 5_500_000 and 0.08 < val / (val + train) < 0.13
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1048,22 +1053,24 @@ def test_an_edit_of_the_same_size_is_noticed(tmp_path: Path, capsys) -> None:
     assert read_folder(out) == read_folder(build(tmp_path / "in/*", tmp_path / "new", *SMALL))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_a_repaired_file_does_not_cost_the_run(kind: str, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("kind, number", [("jsonl", 400), ("txt", 1300)])
+def test_a_repaired_file_does_not_cost_the_run(kind, number, tmp_path, capsys, monkeypatch) -> None:
     """A truncated file was replaced, and all that had been read of it is the same as before."""
+    monkeypatch.setattr(fineweb, "BATCH_BYTES", 2**15)  # little is read ahead of what is written
     (tmp_path / "in").mkdir()
-    lines = [json.dumps({"text": text}) + "\n" for text in random_texts(2000, 3000, seed=5)]
+    lines = [json.dumps({"text": text}) + "\n" for text in random_texts(number, 3000, seed=5)]
     packed = gzip.compress("".join(lines).encode(), mtime=0)
     paths = [tmp_path / f"in/{name}.{kind}.gz" for name in "abc"]
     for path in paths:
         path.write_bytes(packed)
+    monkeypatch.setattr(fineweb, "BLOCK", 2**15)
     paths[1].write_bytes(packed[: len(packed) * 9 // 10])
     out = tmp_path / "out"
-    size = ["--shard_size", 200_000]
+    size = ["--shard_size", 50_000]
     argv = ["--files", tmp_path / "in/*", "--out", out, "--tokenizer", "bytes", *size]
     assert str(paths[1]) in refuse(capsys, *argv, "--workers", 1)
     progress = json.loads((out / "meta.json").read_text())["progress"]
-    assert progress["position"][0] == 1 and progress["position"][1] > 5
+    assert progress["position"][0] == 1 and progress["position"][1] > 0
     paths[1].write_bytes(packed)
     build(tmp_path / "in/*", out, *size)
     assert read_shards(out) == read_shards(build(tmp_path / "in/*", tmp_path / "new", *size))
@@ -1120,7 +1127,8 @@ def test_parts_are_no_dataset_until_they_are_merged(tmp_path: Path, capsys) -> N
     out = tmp_path / "out"
     for part in ("1/3", "3/3"):
         build(tmp_path / "*.jsonl", out, "--part", part)
-    assert "--part 2/3 is missing" in refuse(capsys, "--verify", "--out", out)
+    assert "--merge" in refuse(capsys, "--verify", "--out", out)
+    assert "finish --part 2/3 first" in refuse(capsys, "--merge", "--out", out)
     build(tmp_path / "*.jsonl", out, "--part", "2/3")
     assert "--merge" in refuse(capsys, "--verify", "--out", out)
     assert not (out / "meta.json").exists()
@@ -1297,6 +1305,24 @@ def test_a_text_without_white_space_is_cut_as_it_is_read(name: str) -> None:
     assert list(fineweb.split_text([text])) == segments
 
 
+def test_a_line_of_many_blocks_is_read_in_linear_time(tmp_path: Path, monkeypatch) -> None:
+    """A .jsonl of 200 MB in one line, without white space, took hours."""
+    monkeypatch.setattr(fineweb, "BLOCK", 2**11)  # as if the line were 512 times as long
+
+    def measure(size: int) -> float:
+        """Return the seconds for a line of this many characters, the least of three."""
+        path = write_jsonl(tmp_path / "docs.jsonl", ["ACGT" * (size // 4)])
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            [blocks] = fineweb.read_file(str(path), "text")
+            assert sum(map(len, fineweb.split_text(blocks))) == size
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    assert measure(8 * 2**20) < 10 * measure(2 * 2**20), "4 times is linear, 16 is quadratic"
+
+
 @needs_gpt2
 def test_a_million_no_break_spaces_are_tokens(tmp_path: Path) -> None:
     """tiktoken's regular expressions failed on 1.2 million of them in a word's way."""
@@ -1321,12 +1347,24 @@ def test_every_place_to_cut_is_one_of_gpt2s(text: str, chars: int) -> None:
 
 
 @needs_gpt2
-def test_an_exception_of_a_worker_is_not_called_a_lack_of_memory() -> None:
-    """The parent raises it, with the worker's traceback."""
-    bad = fineweb.Segment([0, 0, 0], True, "word" + "\u00a0" * 1_200_000 + "word")  # not cut
-    with pytest.raises(ValueError, match="regex") as error_info:
-        list(fineweb.tokenize([[bad]], "gpt2", 2))
-    assert "in encode" in error_info.value.__notes__[0]
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_text_that_cannot_be_encoded_is_named(workers: int) -> None:
+    """An exception of a worker was "killed, for lack of memory perhaps", after a traceback."""
+    spaces = "word" + "\u00a0" * 1_200_000 + "word"  # too much for a stack, if it is not cut
+    batch = [to_segment("good", 1), to_segment(spaces, 2), to_segment("good", 3)]
+    with pytest.raises(fineweb.UserError, match=r"^docs, document 2: ValueError: .*regex"):
+        list(fineweb.tokenize([batch], "gpt2", workers))
+
+
+@needs_gpt2
+def test_the_command_line_names_the_document_in_one_line(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    """Status 2: a document that is left out or mended lets the run go on."""
+    monkeypatch.setattr(fineweb, "split_text", lambda blocks: ["".join(blocks)])  # never cuts
+    files = write_jsonl(tmp_path / "docs.jsonl", ["good", "word" + "\u00a0" * 1_200_000 + "word"])
+    line = refuse(capsys, "--files", files, "--out", tmp_path / "out")
+    assert f"{files}, document 2: ValueError" in line
 
 
 def test_a_bug_is_a_traceback(tmp_path: Path, monkeypatch) -> None:
@@ -1336,20 +1374,21 @@ def test_a_bug_is_a_traceback(tmp_path: Path, monkeypatch) -> None:
         raise ValueError("a bug")
 
     files = write_jsonl(tmp_path / "docs.jsonl", ["a", "b"])
-    monkeypatch.setattr(np, "concatenate", fail)
+    monkeypatch.setattr(np, "split", fail)
     with pytest.raises(ValueError, match="a bug"):
         build(files, tmp_path / "out")
 
 
-def test_a_vocabulary_beyond_uint16_is_refused() -> None:
+def test_a_vocabulary_beyond_uint16_is_refused(monkeypatch) -> None:
     """Its tokens wrapped around without a word."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     enc = fineweb.tiktoken.Encoding(
         "large", pat_str=".", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 2**16}
     )
+    monkeypatch.setattr(fineweb.tiktoken, "get_encoding", lambda name: enc)
+    fineweb.get_tokenizer.cache_clear()
     with pytest.raises(fineweb.UserError, match="uint16"):
-        fineweb.check_vocabulary(enc)
-    assert fineweb.check_vocabulary(fineweb.get_tokenizer("bytes")).n_vocab == 257
+        fineweb.get_tokenizer("gpt2")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1384,7 +1423,7 @@ def test_overwrite_works_where_it_is_advised(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize("content", [
     '{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}', "[1]", "{", '{"options": {}}',
-    '{"version": 3, "source": "x", "options": {}, "shards": {}, "progress": {"done": true}}',
+    '{"version": 99, "source": "x", "options": {}, "shards": {}, "progress": {"done": true}}',
 ])  # fmt: skip
 def test_a_meta_json_of_another_version_is_one_line(content: str, tmp_path, capsys) -> None:
     """It was a KeyError's traceback."""
@@ -1407,15 +1446,16 @@ def test_an_older_unfinished_run_is_not_continued(tmp_path: Path, capsys) -> Non
     fineweb.main(["--verify", "--out", str(out)])
     meta["progress"] |= {"done": False, "position": [0, 30]}
     (out / "meta.json").write_text(json.dumps(meta))
-    assert "older version" in refuse(capsys, *argv)
-    build(files, out, "--shard_size", 900, "--overwrite")
+    assert "not written by this version" in refuse(capsys, *argv)
 
 
 @pytest.mark.parametrize("total", [2300, 2400, 2569, 4000])
 def test_next_validates_only_where_there_is_a_window(total: int, tmp_path: Path) -> None:
     """A corpus of 2,223 to 2,569 tokens has 222 to 256 of validation, less than a window."""
-    out = build(write_jsonl(tmp_path / "docs.jsonl", ["x" * (total - 1)]), tmp_path / "out")
-    meta = json.loads((out / "meta.json").read_text())
-    (out / "meta.json").write_text(json.dumps(meta | {"tokenizer": "gpt2"}))  # the same counts
+    files = write_jsonl(tmp_path / "docs.jsonl", ["x" * (total - 1)])
+    argv = ["--files", str(files), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    args = fineweb.parse_args(argv)
+    meta = fineweb.build(args)
     val = meta["progress"]["tokens"]["val"]
-    assert ("--val_every 0" in fineweb.suggest(str(out))) == (val < 257)
+    line = fineweb.suggest(args, meta | {"tokenizer": "gpt2"})  # the same counts
+    assert ("--val_every 0" in line) == (val < 257)

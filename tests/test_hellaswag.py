@@ -3,6 +3,8 @@
 import http.server
 import json
 import lzma
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -97,12 +99,12 @@ def counts(result) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """Return the first 60 examples of the shared data, decompressed."""
+    """Return the first 24 examples of the shared data, decompressed."""
     if not SHARED.exists():
         pytest.skip(f"needs {SHARED.name} of the shared test data")
     path = tmp_path_factory.mktemp("hellaswag") / "val.jsonl"
     with lzma.open(SHARED, "rt") as file:
-        path.write_text("".join(line for line, _ in zip(file, range(60), strict=False)))
+        path.write_text("".join(line for line, _ in zip(file, range(24), strict=False)))
     return path
 
 
@@ -119,7 +121,7 @@ def test_counts_are_those_of_one_row_at_a_time(shared, convention, monkeypatch):
 def test_an_example_too_long_is_cut_from_the_left(shared, convention, block_size, tmp_path):
     """Rows of one example cut to different beginnings, or an ending that loses its end."""
     model = make_model(block_size=block_size)
-    lines = shared.read_text().splitlines(keepends=True)[:40]
+    lines = shared.read_text().splitlines(keepends=True)
     path = write_examples(tmp_path / "some.jsonl")
     path.write_text(path.read_text() + "".join(lines))
     assert counts(score(model, path, convention, CPU)) == score_plainly(model, path, convention)
@@ -160,12 +162,9 @@ def test_the_names_that_people_import_mean_what_they_did(tmp_path):
     assert right == score(model, path, "build-nanogpt", CPU).acc_norm
 
 
-@pytest.mark.parametrize("n", [7, 60])
+@pytest.mark.parametrize("n", [7, 24])
 def test_two_processes_count_what_one_does(shared, n, tmp_path):
     """A share lost or counted twice where examples do not divide by the processes."""
-    import subprocess
-    import sys
-
     path = tmp_path / "some.jsonl"
     path.write_text("".join(shared.read_text().splitlines(keepends=True)[:n]))
     model = make_model()
@@ -252,22 +251,80 @@ def run_cli(*argv) -> int:
     return exit_info.value.code
 
 
-@pytest.mark.parametrize("line", ['{"ctx": "a", "end', "{}", '{"ctx": "a", "endings": ["b"], "label": 0}',
-                                  '{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 4}'])  # fmt: skip
-def test_a_broken_line_is_named_in_one_line(line, tmp_path, capsys):
-    """A JSON error without the place, or an example counted as wrong."""
-    path = write_examples(tmp_path / "raw.jsonl")
-    path.write_text(path.read_text() + line + "\n")
+EXAMPLE = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}
+HALVES = {"ctx_a": "a", "ctx_b": "b", "endings": ["b", "c", "d", "e"], "label": "1"}
+FILES = {  # content of a file: what is printed, the number of examples or the one line
+    json.dumps(EXAMPLE) + "\n\n \n": 1,  # blank lines at the end
+    json.dumps(EXAMPLE) + "\n" + json.dumps(HALVES): 2,  # ctx_a and ctx_b instead of ctx
+    "": "holds no examples",
+    "\n": "holds no examples",
+    '{"ctx": "a", "end': "line 1: not an example",
+    "{}": "line 1: not an example",
+    "[1]": "line 1: not an example",
+    "\n" + json.dumps(EXAMPLE | {"ctx": 5}): "line 2: expected a text ctx",
+    json.dumps(HALVES | {"ctx_a": 5}): "line 1: expected a text ctx",
+    json.dumps({"ctx_a": "a", "endings": ["b", "c", "d", "e"], "label": 1}): "KeyError('ctx_b')",
+    json.dumps(EXAMPLE | {"endings": "abcd"}): "line 1: expected a text ctx, 4 texts",
+    json.dumps(EXAMPLE | {"endings": ["b"]}): "line 1: expected a text ctx, 4 texts",
+    json.dumps(EXAMPLE | {"endings": ["", "c", "d", "e"]}): "line 1: expected a text ctx, 4 texts",
+    json.dumps(EXAMPLE | {"endings": ["b", "c", "d", 4]}): "line 1: expected a text ctx, 4 texts",
+    json.dumps(EXAMPLE | {"label": 4}): "a label from 0 to 3",
+    json.dumps(EXAMPLE | {"label": 1.5}): "a label from 0 to 3",
+    json.dumps(EXAMPLE | {"label": "x"}): "a label from 0 to 3",
+}
+
+
+@pytest.mark.parametrize("content", FILES)
+def test_a_file_is_scored_or_refused_in_one_line(content, tmp_path, capsys):
+    """A JSON error without the place, an example counted as wrong, a division by zero."""
+    (tmp_path / "val.jsonl").write_text(content)
     save_model(make_model(), tmp_path / "model.pt")
-    where = ("-m", tmp_path / "model.pt", "--device", "cpu")
-    assert run_cli(*where, "--data", path) == 2
+    expected = FILES[content]
+    argv = ("-m", tmp_path / "model.pt", "--device", "cpu", "--data", tmp_path / "val.jsonl")
+    status = run_cli(*argv)
+    out, err = capsys.readouterr()
+    if isinstance(expected, int):
+        assert (status, err, out.count(f"/{expected} = ")) == (0, "", 4)
+    else:
+        assert status == 2 and err.count("\n") == 1 and f"{tmp_path}/val.jsonl" in err, err
+        assert expected in err and err.startswith("hellaswag.py: ")
+
+
+def test_halves_of_a_context_are_put_together(tmp_path):
+    """The original file has ctx_a, ctx_b and ctx, and some copies have only the halves."""
+    path = write_examples(tmp_path / "halves.jsonl", [HALVES, RAW[1] | {"ctx_b": ""}])
+    [first, second] = iterate_examples(path)
+    assert first["ctx"] == "a b" and second["ctx"] == RAW[1]["ctx"]
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["-n", "0"], "--examples is 0, expected at least 1"),
+    (["-n", "x"], "invalid int value: 'x'"),
+    (["--data", "nowhere"], "no HellaSwag file nowhere"),
+    (["--data", "{packed}"], "val.jsonl.xz, line 1: not an example"),
+])  # fmt: skip
+def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
+    """A traceback, or a score of no examples at all."""
+    save_model(make_model(), tmp_path / "model.pt")
+    packed = tmp_path / "val.jsonl.xz"
+    packed.write_bytes(lzma.compress(json.dumps(EXAMPLE).encode()))
+    argv = [word.format(packed=packed) for word in argv]
+    assert run_cli("-m", tmp_path / "model.pt", "--device", "cpu", *argv) == 2
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "raw.jsonl, line 4: " in err, err
-    (tmp_path / "raw.jsonl.xz").write_bytes(lzma.compress(path.read_bytes()))
-    assert run_cli(*where, "--data", tmp_path / "raw.jsonl.xz") == 2
-    assert "raw.jsonl.xz, line 1: not an example" in capsys.readouterr().err
-    assert run_cli(*where, "--data", tmp_path / "nowhere") == 2
-    assert "no HellaSwag file" in capsys.readouterr().err
+    assert err.count("\n") == 1 and message in err, err
+
+
+def test_without_data_the_first_of_two_processes_says_so(tmp_path):
+    """The second one waited for the first, and ended with a traceback about a closed connection."""
+    save_model(make_model(), tmp_path / "model.pt")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    flags = ["-m", str(tmp_path / "model.pt"), "--device", "cpu", "--data", str(tmp_path / "none")]
+    done = subprocess.run(
+        [*launcher, "hellaswag.py", *flags], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("hellaswag.py: there is no HellaSwag file") == 1, done.stderr
+    assert "[rank1]" not in done.stderr and "Connection closed" not in done.stderr
 
 
 def test_training_logs_hella_and_is_not_changed_by_it(tmp_path, monkeypatch, capsys):
