@@ -7,7 +7,6 @@ from conftest import make_run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineweb import UserError
 from train_gpt2 import DataLoaderLite, open_shards, read_meta, read_shard
 
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
