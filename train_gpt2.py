@@ -1079,12 +1079,11 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
     return model, DDP(model, gradient_as_bucket_view=True)
 
 
-def train(args: Namespace, checkpoint: dict, run: Run) -> int:
-    """Train and return the exit status: 0, or 128 plus the number of the signal that ended it."""
-    # What to train, on which data. settle_args, in the next section, decides every flag that was
-    # left open, and chooses the model's config and the source of its weights: {} for new ones
+def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, run: Run) -> int:
+    """Train and return the exit status: 0, or 128 plus the number of the signal that ended it. The
+    next section decides the flags, and that the weights come from `source`, if it is not empty."""
+    # the data
     train_shards = open_shards(args.data_dir, "train")
-    args, config, source = settle_args(args, checkpoint, train_shards, run)
     data = identify(train_shards)
     check_run(args, data, checkpoint, run)
     B, T, V = args.batch_size, args.seq_len, config.vocab_size
@@ -1378,9 +1377,7 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
     return args
 
 
-def settle_args(
-    args: Namespace, checkpoint: dict, train_shards: dict[str, np.ndarray], run: Run
-) -> tuple[Namespace, GPTConfig, dict]:
+def settle_args(args: Namespace, checkpoint: dict, run: Run) -> tuple[Namespace, GPTConfig, dict]:
     """Return the flags with their defaults decided, the model's config, and the source of its
     weights, {} for new ones. Nothing changes the flags later. (--device, --dtype and --compile may
     still be "auto" or None: `run` holds what became of them.)"""
@@ -1392,6 +1389,7 @@ def settle_args(
     require(new.seq_len <= context, f"seq_len {new.seq_len} is longer than the context, {context}")
     if args.epochs is not None:  # as many whole steps as fit into the epochs
         # windows of T tokens; the rest of each shard is not used
+        train_shards = open_shards(args.data_dir, "train")
         windows = int(count_windows(train_shards, new.seq_len).sum())
         steps = args.epochs * windows * new.seq_len / args.total_batch_size
         new.max_steps = max(1, int(steps))
@@ -1596,7 +1594,21 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
         with run.main_first():
             if run.rank == 0:  # if the shards are complete, this prints so and returns
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-    return train(args, checkpoint, run)
+    is_chosen = args.batch_size is not None
+    while True:
+        settled, config, source = settle_args(args, checkpoint, run)
+        try:
+            return train(settled, config, source, checkpoint, run)
+        except torch.OutOfMemoryError:
+            # Another program may use the same GPU. B is halved if nobody has chosen it and no step
+            # is done. Processes of a group cannot do this one by one
+            smaller = settled.batch_size // 2
+            log = Path(args.log_dir, "log.txt").read_text()
+            has_begun = f"\n{checkpoint.get('step', 0)} train " in f"\n{log}"
+            if has_begun or is_chosen or run.world_size > 1 or smaller == 0:
+                raise
+            print0(f"note: {settled.batch_size} sequences need too much memory; trying {smaller}")
+            args.batch_size = smaller
 
 
 def use_model(args: Namespace, source: dict) -> int:

@@ -463,3 +463,46 @@ def test_no_pickle_is_executed(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         train_gpt2.load_checkpoint(tmp_path / "model_00001.pt")
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("flags, status", [((), 0), (("--batch_size", "16"), 1)])
+def test_out_of_memory_in_the_first_step_halves_a_batch_size_that_nobody_chose(
+    tmp_path, shards, monkeypatch, capsys, flags, status
+):
+    """An evening lost to a card that another program uses, too."""
+    right = F.cross_entropy
+
+    def cross_entropy(logits, *args, **kwargs):
+        if torch.is_grad_enabled() and len(logits) > 4 * 16:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(logits, *args, **kwargs)
+
+    monkeypatch.setattr(F, "cross_entropy", cross_entropy)
+    where = ["--data_dir", shards, *FLAGS, "--max_steps", 2, "--log_dir", tmp_path / "log"]
+    assert run_main(*where, *flags) == status
+    printed = capsys.readouterr()
+    if status == 0:
+        assert re.findall("note: (.*)", printed.out) == [
+            "16 sequences need too much memory; trying 8",
+            "8 sequences need too much memory; trying 4",
+        ]
+        assert list(read_log(tmp_path / "log")["train"]) == [0, 1]
+    else:
+        assert "A smaller --batch_size" in printed.err and printed.err.count("\n") == 1
+
+
+def test_out_of_memory_later_is_one_line(tmp_path, shards, monkeypatch, capsys):
+    """A run that begins anew in the middle of the night."""
+    calls = iter(range(10**9))
+    right = F.cross_entropy
+
+    def cross_entropy(*args, **kwargs):
+        if torch.is_grad_enabled() and next(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(F, "cross_entropy", cross_entropy)
+    where = ["--data_dir", shards, *FLAGS, "--max_steps", 4, "--log_dir", tmp_path / "log"]
+    assert run_main(*where) == 1
+    assert "A smaller --batch_size" in capsys.readouterr().err
+    assert list(read_log(tmp_path / "log")["train"]) == [0, 1]

@@ -669,11 +669,12 @@ def test_what_to_run_next_suits_the_amount(tokenizer, tokens, words, tmp_path: P
     assert script == "train_gpt2.py" and args.data_dir == out
     assert args.log_dir == ("log/my text" if words else "log") and not args.overwrite
     assert {flag for flag in argv if flag.startswith("--")} >= set(words)
-    shards = {"docs_train_000000.npy": np.broadcast_to(np.uint16(0), tokens)}  # of that length
     Path(out).mkdir()
+    path = Path(out) / "docs_train_000000.npy"  # zeros that take no place on the disk
+    np.lib.format.open_memmap(path, "w+", np.uint16, (tokens,))
     names = {"tokenizer": tokenizer, "vocab_size": 257, "eot": 256}
     (Path(out) / "meta.json").write_text(json.dumps(names))
-    settled, _, _ = train_gpt2.settle_args(args, {}, shards, make_run())
+    settled, _, _ = train_gpt2.settle_args(args, {}, make_run())
     assert settled.max_steps > 200
     meta["progress"]["tokens"]["val"] = 0
     assert fineweb.suggest(settings, meta).endswith("--val_every 0"), "or it ends for lack of val"

@@ -67,7 +67,7 @@ def test_defaults_in_the_readme_are_the_scripts_own(tmp_path):
     args, tiny = train_gpt2.parse_args([]), train_gpt2.parse_args(["--quickstart"])
     assert args.max_steps == 10**10 // args.total_batch_size
     here = train_gpt2.parse_args(["--data_dir", str(tmp_path)])
-    settled, config, _ = train_gpt2.settle_args(here, {}, {}, make_run())
+    settled, config, _ = train_gpt2.settle_args(here, {}, make_run())
     assert settled.hellaswag_every == 0, "never on a CPU"
     assert (settled.model, settled.warmup_steps, settled.max_lr) == ("d12", 715, 6e-4)
     assert settled.min_lr == pytest.approx(6e-5) and config == train_gpt2.GPTConfig()
