@@ -1244,59 +1244,75 @@ def auto_or_int(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-# flag: (default, help). A flag with a type in place of a default is None unless it is given. For
-# most of these, settle_args then decides from the model, the data and the hardware
+# heading: {flag: (default, help)}. A flag with a type in place of a default is None unless it is
+# given. For most of these, settle_args then decides from the model, the data and the hardware
 FLAGS = {
-    # data and model
-    "data_dir": ("edu_fineweb10B", "folder of shards"),
-    "log_dir": ("log", "folder for log.txt and checkpoints"),
-    "model": (str, f"size: {', '.join(SIZES)} (default: d12)"),
-    "init_from": ("scratch", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint or a folder"),
-    # batch and length
-    "batch_size": (auto_or_int, "B: sequences per GPU and micro-step (default: auto, what fits)"),
-    "seq_len": (int, "T: tokens in a sequence (default: the model's context)"),
-    "total_batch_size": (2**19, "tokens per optimizer step, over all GPUs"),  # 524288
-    "max_steps": (19073, "optimizer steps"),  # 10B tokens / 2**19
-    "epochs": (float, "set max_steps from the amount of data instead"),
-    # optimizer
-    "optimizer": ("adamw", "muon: needs fewer than half the tokens; sets the defaults below"),
-    "warmup_steps": (int, "(default: 715, or the same share of a shorter run)"),
-    "max_lr": (float, "peak learning rate (default: GPT-3's for a model of this size)"),
-    "min_lr": (float, "learning rate at the end (default: a tenth of max_lr)"),
-    "schedule": ("cosine", "how the learning rate decays"),
-    "weight_decay": (0.1, "of matrices and embeddings"),
-    "grad_clip": (1.0, "largest gradient norm, 0: any"),
-    "seed": (1337, "of the initial weights, the data order and the samples"),
-    "shuffle": (True, "read the data in a new order every epoch"),
-    # precision and speed
-    "device": ("auto", "where to compute"),
-    "dtype": ("auto", "precision of matrix products"),
-    "zero": (0, "shard the run over the GPUs; 1, 2: faster, 3: needs the least memory"),
-    "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
-    "recompute": (False, "save memory: compute each block again in the backward pass"),
-    # evaluation
-    "val_every": (250, "in steps, 0: never"),
-    "val_tokens": (20 * 2**19, "tokens to validate on"),
-    "hellaswag_every": (int, "in steps, 0: never (default: 250, on a CPU 0)"),
-    "sample_every": (250, "in steps, 0: never"),
-    "save_every": (5000, "in steps, 0: never"),
-    # checkpoints
-    "keep": (0, "how many of the newest checkpoints to keep, 0: all"),
-    "resume": (False, "continue log_dir's newest checkpoint"),
-    "overwrite": (bool, "delete the run in log_dir first"),
-    # debugging and outliers
-    "overfit_one_batch": (False, "train on the first batch only, to debug"),
-    "skip_loss_z": (0.0, "skip updates whose loss has a higher z-score, 0: none"),
-    "skip_grad_z": (0.0, "the same for the gradient norm"),
-    # other things to do, and how to sample
-    "quickstart": (False, "a small GPT on Python's documentation, offline"),
-    "sample": (False, "print what the model of --init_from writes, then exit"),
-    "export_hf": (str, "folder: write the model of --init_from for transformers, then exit"),
-    "prompt": ("Hello, I'm a language model,", "what samples begin with"),
-    "num_samples": (4, "samples"),
-    "max_new_tokens": (64, "tokens to add to the prompt"),
-    "temperature": (1.0, "0: always the most likely token"),
-    "top_k": (50, "draw from this many most likely tokens, 0: from all"),
+    "data and model": {
+        "data_dir": ("edu_fineweb10B", "folder of shards"),
+        "log_dir": ("log", "folder for log.txt and checkpoints"),
+        "model": (str, f"size: {', '.join(SIZES)} (default: d12)"),
+        "init_from": ("scratch", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint, a folder"),
+    },
+    "batch and length": {
+        "batch_size": (auto_or_int, "B: sequences per GPU and micro-step (default: what fits)"),
+        "seq_len": (int, "T: tokens in a sequence (default: the model's context)"),
+        "total_batch_size": (2**19, "tokens per optimizer step, over all GPUs"),  # 524288
+        "max_steps": (19073, "optimizer steps"),  # 10B tokens / 2**19
+        "epochs": (float, "set max_steps so that the data is read so many times"),
+    },
+    "optimizer": {
+        "optimizer": ("adamw", "muon learns faster; it changes defaults of the flags below"),
+        "warmup_steps": (int, "(default: 715, or the same share of a shorter run; muon: 10)"),
+        "max_lr": (
+            float,
+            "peak learning rate (default: GPT-3's for this size; muon: 10 times that)",
+        ),
+        "min_lr": (float, "learning rate at the end (default: a tenth of max_lr; muon: 0)"),
+        "schedule": ("cosine", "how the learning rate decays (muon: wsd)"),
+        "weight_decay": (0.1, "of matrices and embeddings (muon: 0.2)"),
+        "grad_clip": (1.0, "largest gradient norm, 0: any"),
+        "seed": (1337, "of the initial weights, the data order and the samples"),
+        "shuffle": (True, "read the data in a new order every epoch"),
+    },
+    "precision, speed and memory": {
+        "device": ("auto", "where to compute"),
+        "dtype": ("auto", "precision of matrix products"),
+        "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
+        "recompute": (False, "save memory: compute each block again in the backward pass"),
+        "zero": (
+            0,
+            "2: the GPUs share gradients and optimizer state (1: the same), 3: and weights",
+        ),
+    },
+    "evaluation": {
+        "val_every": (250, "validate every so many steps, 0: never"),
+        "val_tokens": (20 * 2**19, "tokens to validate on"),
+        "hellaswag_every": (int, "score HellaSwag, 0: never (default: 250, on a CPU 0)"),
+        "sample_every": (250, "print samples, 0: never"),
+    },
+    "checkpoints": {
+        "save_every": (5000, "save every so many steps, 0: never"),
+        "keep": (0, "how many of the newest checkpoints to keep, 0: all"),
+        "resume": (False, "continue log_dir's newest checkpoint"),
+        "overwrite": (bool, "delete the run in log_dir first"),
+    },
+    "debugging and outliers": {
+        "overfit_one_batch": (False, "train on the first batch only, to debug"),
+        "skip_loss_z": (0.0, "skip updates whose loss has a higher z-score, 0: none"),
+        "skip_grad_z": (0.0, "the same for the gradient norm"),
+    },
+    "other things to do": {
+        "quickstart": (False, "train a small GPT on Python's documentation, offline"),
+        "sample": (False, "print what the model of --init_from writes, then exit"),
+        "export_hf": (str, "folder: write the model of --init_from for transformers, then exit"),
+    },
+    "samples": {
+        "prompt": ("Hello, I'm a language model,", "what they begin with"),
+        "num_samples": (4, "how many"),
+        "max_new_tokens": (64, "tokens to add to the prompt"),
+        "temperature": (1.0, "0: always the most likely token"),
+        "top_k": (50, "draw from this many most likely tokens, 0: from all"),
+    },
 }
 CHOICES = {
     "optimizer": ("adamw", "muon"),
@@ -1328,21 +1344,20 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of FLAGS."""
     parser = argparse.ArgumentParser(usage="python train_gpt2.py [flags]", allow_abbrev=False)
     parser.error = fineweb.refuse_arguments  # raises UserError instead of exiting
-    group = parser.add_argument_group("flags")
-    # --epochs is another way of saying --max_steps
-    exclusive = group.add_mutually_exclusive_group()
-    for flag, (default, text) in FLAGS.items():
-        options = {"help": text, "type": default}
-        if not callable(default):  # it is a value, which has the flag's type
-            options = {"help": f"{text} (default: {default})", "type": type(default)}
-            options["default"] = default
-        if options["type"] is bool:  # --flag and --no-flag
-            options["action"] = argparse.BooleanOptionalAction
-            del options["type"]
-        where = group
-        if flag in ("max_steps", "epochs"):
-            where = exclusive
-        where.add_argument(f"--{flag}", choices=CHOICES.get(flag), **options)
+    for heading, flags in FLAGS.items():
+        group = parser.add_argument_group(heading)
+        # --epochs is another way of saying --max_steps
+        exclusive = group.add_mutually_exclusive_group()
+        for flag, (default, text) in flags.items():
+            options = {"help": text, "type": default}
+            if not callable(default):  # it is a value, which has the flag's type
+                options = {"help": f"{text} (default: {default})", "type": type(default)}
+                options["default"] = default
+            if options["type"] is bool:  # --flag and --no-flag
+                options["action"] = argparse.BooleanOptionalAction
+                del options["type"]
+            where = exclusive if flag in ("max_steps", "epochs") else group
+            where.add_argument(f"--{flag}", choices=CHOICES.get(flag), **options)
     return parser
 
 
@@ -1356,7 +1371,7 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
         parser.set_defaults(**QUICKSTART)
     if parser.parse_args(argv).optimizer == "muon":
         parser.set_defaults(**MUON)
-    kept = FLAGS.keys() - set(LOCAL)
+    kept = vars(args).keys() - set(LOCAL)
     parser.set_defaults(**{flag: value for flag, value in stored.items() if flag in kept})
     args = parser.parse_args(argv)
     for flag, value in vars(args).items():
