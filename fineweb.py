@@ -139,9 +139,10 @@ def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
 def rename(old: str, new: str) -> None:
     """Rename a file, and return once the folder is on the disk too."""
     os.replace(old, new)
-    folder = os.open(os.path.dirname(os.path.abspath(new)), os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    if os.name == "posix":  # Windows cannot open a folder
+        folder = os.open(os.path.dirname(os.path.abspath(new)), os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -821,13 +822,14 @@ def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
 @contextmanager
 def lock(args: argparse.Namespace) -> Iterator[None]:
     """Lock this run, and remove what a killed process left. Raises UserError if it is locked."""
-    import fcntl
-
     with open(f"{args.meta_path}.lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, even a killed
-        except BlockingIOError as error:
-            raise UserError(f"another process is at work on {args.meta_path}") from error
+        if os.name == "posix":  # Windows has no such lock
+            import fcntl
+
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process
+            except BlockingIOError as error:
+                raise UserError(f"another process is at work on {args.meta_path}") from error
         for leftover in glob.glob(f"{glob.escape(args.meta_path)}.*.tmp"):
             os.remove(leftover)  # a meta.json that was not renamed yet
         yield
@@ -936,7 +938,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     seq_len = 1024  # tokens of a window; validation needs one more, as each predicts the next
     if meta["tokenizer"] == "bytes":
         flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
-        seq_len = 48
+        seq_len = 64
     elif tokens["train"] < 10**8:
         seq_len = 256
         flags += f" --model d6 --seq_len {seq_len} --total_batch_size 16384 --epochs 4"

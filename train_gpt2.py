@@ -1230,9 +1230,9 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
 
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
-    "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 48,
-    "total_batch_size": 768, "max_steps": 1600, "max_lr": 4e-3, "val_every": 400,
-    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 800, "prompt": "Return ",
+    "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
+    "total_batch_size": 768, "max_steps": 1500, "optimizer": "muon", "val_every": 500,
+    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 750, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 # --optimizer muon. tests/benchmarks/README.md has the runs that these values come from
