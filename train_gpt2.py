@@ -47,6 +47,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
@@ -1063,10 +1064,11 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
         # same parts. It gathers the weights of a block when they are needed. --zero 2 keeps them
         # from the forward to the backward pass; 3 frees them after each, and gathers them twice.
         # The last call takes what is not in a block, the tied matrix among it
+        mesh = init_device_mesh(run.device.type, (run.world_size,))
         for part in [*model.transformer.h, model]:
             if run.compile and part is not model:
                 part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
-            fully_shard(part, reshard_after_forward=args.zero == 3)
+            fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
         return model, model
     model.to(run.device)
     if run.compile:
