@@ -430,6 +430,17 @@ def read_shard(path: Path) -> np.ndarray:
         return tokens
 
 
+def read_tokens(shard: np.ndarray, start: int, count: int) -> np.ndarray:
+    """Return `count` tokens of a shard, (count,) uint16, or fewer if the file has become shorter.
+    While training, files are read and not mapped: a mapped file that somebody truncates would end
+    the process with SIGBUS, without a word."""
+    if not isinstance(shard, np.memmap):
+        return shard[start : start + count]
+    with reading(shard.filename):  # it may have been deleted
+        offset = shard.offset + 2 * start  # bytes
+        return np.fromfile(shard.filename, np.uint16, count, offset=offset)
+
+
 def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     """Return {file name: tokens} of the shards with "train" or "val" in their name, sorted."""
     require(Path(data_dir).is_dir(), f"there is no folder {data_dir}; {HOW_TO_GET_DATA}")
@@ -541,9 +552,13 @@ class DataLoaderLite:
         window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
         first = ends[place] - len(window_order)  # windows in the shards before this one
         start = int(window_order[i - first]) * self.T
-        tokens = self.shards[name][start : start + self.T + 1]
-        if tokens.max() >= self.V:  # a GPU would only show a failed assertion in a kernel
-            raise UserError(f"{name} is damaged: a token at {start} or after is not below {self.V}")
+        tokens = read_tokens(self.shards[name], start, self.T + 1)
+        require(
+            len(tokens) == self.T + 1, f"{name} has been cut short: no token at {start + self.T}"
+        )
+        # A token beyond the vocabulary would show on a GPU as a failed assertion in some kernel
+        found = f"a token at {start} or after is not below {self.V}"
+        require(tokens.max() < self.V, f"{name} is damaged: {found}")
         return tokens
 
 

@@ -4,6 +4,7 @@ Environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that
 written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of the model.
 KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
+SPOIL_AT=step:path: in that step, the file is cut to 200 bytes, or deleted if step is negative.
 HELLASWAG=path takes the examples from there, so that nothing is downloaded.
 """
 
@@ -51,6 +52,17 @@ if "KILL_RANK_AT" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT")
         return get_lr(step, args)
 
     train_gpt2.get_lr = die_at_step
+
+if "SPOIL_AT" in os.environ:
+    spoil_at, path = os.environ["SPOIL_AT"].split(":")
+    get_rate = train_gpt2.get_lr
+
+    def spoil_at_step(step, args):
+        if step == abs(int(spoil_at)) and RANK == 0:
+            os.truncate(path, 200) if int(spoil_at) > 0 else os.remove(path)
+        return get_rate(step, args)
+
+    train_gpt2.get_lr = spoil_at_step
 
 if os.environ.get("HIDE_CHECKPOINTS") == str(RANK):
     train_gpt2.list_checkpoints = lambda log_dir: []

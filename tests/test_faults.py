@@ -393,6 +393,22 @@ def test_data_damaged_while_training_is_named_after_a_save(tmp_path, shards, pro
     assert saved["position"] == step * 4 and saved["skipped"] == 0
 
 
+@pytest.mark.parametrize("processes, step", [(1, 3), (1, -3), (2, 3)])
+def test_a_shard_truncated_or_deleted_while_training_is_named_after_a_save(
+    tmp_path, shards, processes, step
+):
+    """SIGBUS: a process that ends without a word, and everything since the last checkpoint."""
+    path = shards / "test_train_000002.npy"
+    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 99, "--log_dir", tmp_path / "log"]
+    flags += ["--save_every", 0, "--batch_size", 2, "--val_every", 0]
+    status, out, err = run_script(flags, processes, SPOIL_AT=f"{step}:{path}")
+    assert status == 1, err
+    [line] = [line for line in err.splitlines() if "test_train_000002.npy" in line]
+    assert line.startswith("train_gpt2.py: ")
+    [saved] = steps(tmp_path / "log")
+    assert saved > 3 and "done" not in out
+
+
 @pytest.mark.parametrize("max_steps", [0, 4])
 def test_damaged_validation_data_ends_the_run_with_one_line(tmp_path, shards, max_steps):
     """A validation loss of nan that nobody explains, and 'done'."""
