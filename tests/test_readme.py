@@ -105,7 +105,6 @@ RUNS = [
     ),
     ("fineweb.py --files 'texts/*.txt' --tokenizer bytes --out mine", ""),
     ("fineweb.py --files 'texts/*.txt' --out mine", "--tokenizer bytes"),
-    ("fineweb.py --files 'texts/*.jsonl' --out mine", "--tokenizer bytes --out other"),
     ("fineweb.py --verify --out mine", ""),
     ('train_gpt2.py --quickstart --data_dir mine --log_dir log/mine --prompt "The "', SMALL),
     ("train_gpt2.py", TEST_SIZE),
@@ -136,7 +135,6 @@ def test_the_commands_in_the_readme_do_their_work(tmp_path, monkeypatch, capsys)
     for i in range(20):
         text = f"The text number {i} of many. " * 20
         Path("texts", f"{i}.txt").write_text(text)
-        Path("texts", f"{i}.jsonl").write_text(f'{{"text": "{text}"}}\n')
     for command, flags in RUNS:
         script, *argv = shlex.split(f"{command} {flags}")
         status = 0
