@@ -1431,8 +1431,8 @@ def settle_args(args: Namespace, checkpoint: dict, run: Run) -> tuple[Namespace,
     # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
     warmup = round(715 * min(1, new.max_steps / 19073))
     if args.optimizer == "muon":
-        # Both values were the best of those measured, see tests/benchmarks/README.md. AdamW needs
-        # the long warmup, because its first steps divide by second moments of few gradients
+        # Both values come from measurements, see tests/benchmarks/README.md. AdamW needs the long
+        # warmup, because its first steps divide by second moments of few gradients
         rate *= 10
         warmup = min(10, warmup)
     new.max_lr = first_given(args.max_lr, rate)

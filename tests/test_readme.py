@@ -169,8 +169,6 @@ def test_links_inside_the_repository_resolve(name):
     for link in links:
         path, _, anchor = link.partition("#")
         target = (ROOT / name).parent / path if path else ROOT / name
-        if "<!-- RESULTS half_the_tokens -->" in README and target.name == "half_the_tokens.png":
-            continue  # is drawn when the results replace that comment
         assert target.exists(), link
         assert not anchor or anchor in slugs(target.read_text(encoding="utf-8")), link
 

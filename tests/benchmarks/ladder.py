@@ -79,7 +79,7 @@ def make_model(climbed: set[str]) -> type:
             if "bfloat16 residual" not in climbed:  # float32 into the blocks, so ever after
                 self.transformer.h[0].register_forward_pre_hook(lambda _, x: (x[0].float(), *x[1:]))
 
-        def configure_optimizers(self, weight_decay, learning_rate):
+        def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw"):
             [optimizer] = super().configure_optimizers(weight_decay, learning_rate)
             if "fused AdamW" in climbed:
                 return [optimizer]

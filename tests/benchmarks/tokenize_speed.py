@@ -8,7 +8,7 @@ Prints GPT-2 tokens per second, start-up excluded, the best of a few runs in tur
   alone: as many independent tiktoken processes as fineweb.py has workers, documents in memory,
   half:  build-nanogpt's way: half the cores, Pool.imap in chunks of 16, np.array of every list,
   ours:  fineweb.py from file to finished shards, the rate that it prints itself,
-and the two ratios, and fineweb.py's peak memory (Linux), parent and largest worker, reading .jsonl
+and the two ratios, and fineweb.py's peak memory (Linux), reading .jsonl
 and .parquet, and the .parquet through the datasets library, streamed and copied first.
 """
 
