@@ -236,7 +236,7 @@ def test_defaults_in_the_readme_are_the_scripts_own(tmp_path):
     assert (settled.model, settled.warmup_steps, settled.max_lr) == ("d12", 715, 6e-4)
     assert settled.min_lr == pytest.approx(6e-5) and config == train_gpt2.GPTConfig()
     muon = train_gpt2.parse_args(["--data_dir", str(tmp_path), "--optimizer", "muon"])
-    muon, _, _ = train_gpt2.settle_args(muon, {}, {}, make_run())
+    muon, _, _ = train_gpt2.settle_args(muon, {}, make_run())
     said = [
         f"Every step is {args.total_batch_size:,} tokens",
         f"{args.max_steps:,} steps of {args.total_batch_size:,} tokens",

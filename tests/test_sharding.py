@@ -1,9 +1,14 @@
 """Several processes: a sharded run is the run of one process, and every checkpoint fits every run."""
 
+import os
+import re
+import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
-from conftest import FLAGS, read_log, run_main, run_script, start_script, write_shards
+from conftest import FLAGS, ROOT, read_log, run_main, run_script, start_script, write_shards
 from test_hellaswag import write_examples
 from test_training import assert_close, weights
 
@@ -59,17 +64,56 @@ def test_two_machines_give_the_run_of_one(tmp_path, shards):
     """Ranks counted per machine: both would train on the same data, or write the same files."""
     flags = ["--data_dir", shards, *FLAGS, "--max_steps", 6, "--batch_size", 2]
     assert run_main(*flags, "--log_dir", tmp_path / "one") == 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     launcher = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test"]
-    launcher += [f"--rdzv_endpoint=127.0.0.1:{port}"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     flags += ["--log_dir", tmp_path / "two"]
     machines = [start_script(flags, launcher=launcher) for _ in range(2)]
     outputs = [machine.communicate(timeout=120) for machine in machines]
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
     assert sum("done:" in out for out, _ in outputs) == 1, "one printer"
+
+
+def test_the_slurm_script_in_the_readme_starts_two_machines(tmp_path, shards):
+    """A script that nobody has run: a variable that is not set, two groups of one process each."""
+    [script] = re.findall(
+        r"```\n(#!/bin/bash\n.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
+    )
+    # Slurm's two programs, as they behave for a job of two machines, which are both this one
+    tools = {
+        "scontrol": 'for host in $3; do echo "127.0.0.1"; done',
+        "srun": '"$@" & first=$!; "$@"; second=$?; wait $first && exit $second',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }
+    for name, body in tools.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text("")
+    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 6, "--batch_size", 2]
+    small = shlex.join(map(str, [ROOT / "tests/run_tiny.py", "--resume", *flags]))
+    assert script.count("train_gpt2.py --resume") == script.count("--nproc_per_node=8") == 1
+    script = script.replace("train_gpt2.py --resume", f"{small} --log_dir two")
+    script = script.replace("--nproc_per_node=8", "--nproc_per_node=1").replace(
+        "29500", free_port()
+    )
+    job = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a b"}
+    env = os.environ | job | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    env["PYTHONPATH"] = str(ROOT)
+    command = ["bash", "-eu", "-c", script]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert run_main(*flags, "--log_dir", tmp_path / "one") == 0
+    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
+
+
+def free_port() -> str:
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("flags", [["--zero", "2"], ["--zero", "3"]])
