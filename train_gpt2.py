@@ -22,6 +22,7 @@ the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for t
 """
 
 import argparse
+import gc
 import io
 import json
 import math
@@ -35,6 +36,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -779,7 +781,7 @@ class State:
     def restore(self, checkpoint: dict) -> None:
         """Continue from a checkpoint, whose weights the model already has."""
         for name in NUMBERS & checkpoint.keys():  # older checkpoints lack some
-            setattr(self, name, checkpoint[name])
+            setattr(self, name, copy(checkpoint[name]))
         if checkpoint["scaler"]:  # empty unless the run used float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         saved = checkpoint["optimizer"]
@@ -1130,10 +1132,13 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     start = state.step
     train_loader.reset(state.position)
 
-    # Once the first batch is known to be sound, everything has been checked, and --overwrite may
-    # delete an earlier run
+    # Once every process knows its first batch to be sound, everything has been checked, and
+    # --overwrite may delete an earlier run
     train_loader.pending.result()
+    run.agree(True)  # waits for all of them
     log = Log(args, start, run)
+    if start == 0:  # what a step and a loss are, for whoever reads the log
+        log.record(0, total_batch_size=str(args.total_batch_size), vocab_size=str(V))
     prune(state, args, run)  # an earlier process may have been killed before it did
     print0(*describe(args, raw_model, data["data"], train_loader.windows, run))
     peak = peak_tokens_per_second(raw_model, T, run)
@@ -1164,7 +1169,10 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         t0 = time.perf_counter()
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
-        model.zero_grad()
+        # Not model.zero_grad(): an evaluation can leave --zero 2 with gathered weights, and then
+        # only the optimizers know the shards, which have the gradients
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
         for micro_step in range(grad_accum_steps):
             x, y = train_loader.next_batch()  # (B, T) int64 each
@@ -1223,7 +1231,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         if not update:
             line += " | update skipped"
         print0(line)
-        if state.skipped == 20:  # float16's scaler recovers within 16, from 2**16 to 1
+        if state.skipped >= 20:  # float16's scaler recovers within 16, from 2**16 to 1
             reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
             raise FloatingPointError(f"{reason}; {last_good(args)}")
         if step == start + 10:  # compilation and warming up are over
@@ -1351,6 +1359,8 @@ FIXED = (
     "seed",
     "shuffle",
 )
+# What these flags were in checkpoints that are older than they
+BEFORE = {"optimizer": "adamw", "zero": 0}
 # These concern one start of the program, so --resume does not take them from the checkpoint
 LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
 # --sample takes these from the run that made the model, unless the command line gives them
@@ -1495,7 +1505,8 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     # 3. The logits. Without the kernel and without compilation, copies of them are kept as well:
     #    12 bytes per logit were measured
     uses_kernel = triton is not None and run.dtype == "bfloat16"
-    if not (run.compile or uses_kernel):
+    compiles_loss = run.compile and not args.zero  # which compiles the blocks only
+    if not (compiles_loss or uses_kernel):
         size = 12
     per_token += config.vocab_size * size
     return fixed + B * args.seq_len * per_token
@@ -1555,16 +1566,21 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
 
 
 def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run) -> None:
-    """Raise UserError if the processes do not see the same data and the same checkpoint, or if the
+    """Raise UserError if the processes do not have the same flags, data and checkpoint, or if the
     checkpoint is of another run. Print what else has changed since it was saved."""
     step = checkpoint.get("step", 0)
-    views = sorted(set(run.gather(f"step {step}, {data['data']}, {data['data_sample']}")))
-    require(len(views) == 1, f"the processes have different checkpoints or data: {views}")
+    # Machines may differ in where they keep the data, but in nothing that shapes the run
+    flags = {
+        flag: value for flag, value in vars(args).items() if flag not in ("data_dir", "log_dir")
+    }
+    view = f"step {step}, {data['data']}, {data['data_sample']}, B {args.batch_size}, {run.dtype}"
+    views = sorted(set(run.gather(f"{view}, flags {crc32(repr(flags).encode()):08x}")))
+    require(len(views) == 1, f"the processes have different checkpoints, data or flags: {views}")
     if not checkpoint:
         return
     # An older checkpoint may lack a flag, which then counts as unchanged, or as what it was then
     here = vars(args) | data
-    there = {"optimizer": "adamw", "zero": 0} | checkpoint["args"]
+    there = BEFORE | checkpoint["args"]
     there |= {key: checkpoint[key] for key in data if key in checkpoint}
 
     def differences(keys: list[str]) -> str:
@@ -1617,9 +1633,12 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
     """Find the checkpoint to resume, settle where to compute, train, and return the exit status."""
     checkpoint = find_checkpoint(args)
     # The flags of the checkpoint are the defaults of a second parsing
-    stored = dict(checkpoint.get("args", {}))
-    if checkpoint.get("world_size") != int(os.environ.get("WORLD_SIZE", 1)):
+    stored = (BEFORE | checkpoint["args"]) if checkpoint else {}
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if checkpoint.get("world_size") != world_size:
         stored.pop("batch_size", None)  # it need not suit another number of processes
+    if world_size == 1:
+        stored.pop("zero", None)  # one process cannot shard
     args = parse_args(argv, stored)
     run = setup_run(args)
     if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
@@ -1635,12 +1654,14 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
             # Another program may use the same GPU. B is halved if nobody has chosen it and no step
             # is done. Processes of a group cannot do this one by one
             smaller = settled.batch_size // 2
-            log = Path(args.log_dir, "log.txt").read_text()
+            path = Path(args.log_dir, "log.txt")  # not there if not even the model has fitted
+            log = path.read_text(errors="replace") if path.exists() else ""
             has_begun = f"\n{checkpoint.get('step', 0)} train " in f"\n{log}"
             if has_begun or is_chosen or run.world_size > 1 or smaller == 0:
                 raise
             print0(f"note: {settled.batch_size} sequences need too much memory; trying {smaller}")
-            args.batch_size = smaller
+        args.batch_size = smaller
+        gc.collect()  # a compiled model refers to itself, and keeps its memory until then
 
 
 def use_model(args: Namespace, source: dict) -> int:
@@ -1830,8 +1851,10 @@ class Muon(torch.optim.Optimizer):
             average.lerp_(p.grad, 1 - group["momentum"])
             # Nesterov's momentum: the average as it would be after the same gradient once more
             ahead = p.grad.lerp(average, group["momentum"])
-            # bfloat16 is exact enough; a CPU computes faster in float32
-            averages.append(gathered(ahead.bfloat16() if p.is_cuda else ahead))
+            # bfloat16 is exact enough. A CPU, and a GPU without it, computes faster in float32
+            if p.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
+                ahead = ahead.bfloat16()
+            averages.append(gathered(ahead))
         rows, columns = params[0].shape
         rows //= group["stacked"]
         stack = torch.stack(averages).view(-1, rows, columns)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,10 @@ def run_script(argv, processes=1, **broken) -> tuple[int, str, str]:
     process = start_script(argv, processes, **broken)
     out, err = process.communicate(timeout=120)
     return process.returncode, out, err
+
+
+def free_port() -> str:
+    """Return a port on which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])

@@ -17,7 +17,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import FLAGS, ROOT, break_loss, read_log, run_main, run_script, start_script
+from conftest import (
+    FLAGS,
+    ROOT,
+    break_loss,
+    free_port,
+    read_log,
+    run_main,
+    run_script,
+    start_script,
+)
 from torch.nn import functional as F
 
 import train_gpt2
@@ -193,7 +202,7 @@ def test_processes_that_see_different_checkpoints_stop(tmp_path, shards):
         [*flags, "--log_dir", tmp_path / "log", "--resume"], processes=2, HIDE_CHECKPOINTS="1"
     )
     assert status != 0 and "step     4/4" not in out
-    assert err.count("different checkpoints or data") == 1, err
+    assert err.count("different checkpoints, data or flags") == 1, err
     assert steps(tmp_path / "log") == [2, 4]
 
 
@@ -422,6 +431,17 @@ def test_damaged_validation_data_ends_the_run_with_one_line(tmp_path, shards, ma
     assert err.count("test_val_000000.npy is damaged") == 1 and "done" not in out, out
 
 
+def test_machines_started_with_different_flags_stop(tmp_path, shards):
+    """Each replica updated by a learning rate of its own, and the first one's saved as the model."""
+    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 4, "--log_dir", tmp_path / "log"]
+    launcher = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    machines = [start_script([*flags, "--max_lr", lr], launcher=launcher) for lr in (0.01, 0.001)]
+    outputs = [machine.communicate(timeout=120) for machine in machines]
+    assert all(machine.returncode for machine in machines)
+    assert "different checkpoints, data or flags" in "".join(err for _, err in outputs)
+
+
 def test_an_error_that_only_one_process_meets_is_printed_by_it(tmp_path, shards):
     """'Connection closed by peer' on process 0 for a file that only process 1 cannot read."""
     flags = ["--data_dir", shards, *FLAGS, "--max_steps", 4, "--log_dir", tmp_path / "log"]
@@ -522,3 +542,31 @@ def test_out_of_memory_later_is_one_line(tmp_path, shards, monkeypatch, capsys):
     assert run_main(*where) == 1
     assert "A smaller --batch_size" in capsys.readouterr().err
     assert list(read_log(tmp_path / "log")["train"]) == [0, 1]
+
+
+def test_overwrite_deletes_nothing_if_only_the_second_process_has_bad_data(tmp_path, shards):
+    """The old run gone, and the new one never begun."""
+    flags = ["--data_dir", shards, *FLAGS, "--log_dir", tmp_path / "log", "--no-shuffle"]
+    flags += ["--batch_size", 2, "--max_steps", 4, "--save_every", 2]
+    assert run_script(flags, 2)[0] == 0
+    before = (tmp_path / "log/log.txt").read_bytes()
+    path = shards / "test_train_000001.npy"
+    tokens = np.load(path)
+    tokens[2 * 16 + 5] = 300  # window 2: the first batch of process 1
+    np.save(path, tokens)
+    status, _, err = run_script([*flags, "--overwrite"], 2)
+    assert status != 0 and "is damaged" in err
+    assert (tmp_path / "log/log.txt").read_bytes() == before
+    assert steps(tmp_path / "log") == [2, 4]
+
+
+def test_a_diverged_run_of_an_older_version_stops_too(tmp_path, shards, monkeypatch, capsys):
+    """A count of 20 in the checkpoint, and 21 at the next update, which is not 20."""
+    where = ["--data_dir", shards, *FLAGS, "--log_dir", tmp_path / "log"]
+    assert run_main(*where, "--max_steps", 2) == 0
+    path = tmp_path / "log/model_00002.pt"
+    torch.save(torch.load(path) | {"skipped": 20}, path)
+    monkeypatch.setattr(F, "cross_entropy", F.cross_entropy)  # is put back after the test
+    break_loss(lambda n, loss: loss * float("nan"))
+    assert run_main(*where, "--max_steps", 40, "--resume") == 1
+    assert "updates were skipped in a row" in capsys.readouterr().err

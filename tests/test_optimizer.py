@@ -111,6 +111,8 @@ def test_another_optimizer_is_refused_at_resume(tmp_path, shards, capsys, old):
     err = capsys.readouterr().err
     assert "optimizer is muon, was adamw" in err and err.count("\n") == 1
     assert run_main(*flags, "--max_steps", 6) == 0, "what it was, goes on"
+    quickstart = ["--quickstart", "--total_batch_size", 256]  # whose optimizer is muon
+    assert run_main(*flags, "--max_steps", 7, *quickstart) == 0, "as long as nobody gives a flag"
 
 
 def test_muon_sets_its_own_defaults_and_flags_override_them(tmp_path, shards):

@@ -3,12 +3,20 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import FLAGS, ROOT, read_log, run_main, run_script, start_script, write_shards
+from conftest import (
+    FLAGS,
+    ROOT,
+    free_port,
+    read_log,
+    run_main,
+    run_script,
+    start_script,
+    write_shards,
+)
 from test_hellaswag import write_examples
 from test_training import assert_close, weights
 
@@ -48,14 +56,26 @@ def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimize
     assert {n: p.shape for n, p in a.items()} == {n: p.shape for n, p in b.items()}
 
 
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_an_evaluation_leaves_the_next_gradient_alone(start, zero):
+    """Weights that an evaluation has gathered, and beside them a gradient that nobody clears."""
+    flags = ["--max_steps", 5, "--zero", zero, "--save_every", 0]
+    never = ["--val_every", 0, "--sample_every", 0, "--hellaswag_every", 0]
+    without, _ = start("without", 2, *flags, *never)
+    every = ["--val_every", 2, "--sample_every", 3, "--hellaswag_every", 4]
+    evaluated, _ = start("with", 2, *flags, *every)
+    assert evaluated["norm"] == without["norm"] and evaluated["train"] == without["train"]
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start, optimizer):
     """A checkpoint that holds shards, or optimizer state keyed by what one mode calls a parameter."""
     flags = ["--optimizer", optimizer, "--resume", "--warmup_steps", 2]
     flags += ["--schedule", "constant"]  # the number of steps must not shape the learning rate
     unbroken, _ = start("one", 1, *flags, "--max_steps", 12)
-    for max_steps, processes, zero in ((3, 2, 3), (6, 4, 0), (9, 1, 0), (12, 4, 2)):
-        where = ["--max_steps", max_steps, "--zero", zero]
+    stages = ((3, 2, ["--zero", 3]), (6, 1, []), (9, 4, ["--zero", 2]), (12, 2, ["--zero", 0]))
+    for max_steps, processes, zero in stages:  # one process cannot shard, and needs no flag for it
+        where = ["--max_steps", max_steps, *zero]
         crossing, _ = start("crossing", processes, *flags, *where)
     assert_close(unbroken, crossing)
 
@@ -107,13 +127,6 @@ def test_the_slurm_script_in_the_readme_starts_two_machines(tmp_path, shards):
     assert done.returncode == 0, done.stderr
     assert run_main(*flags, "--log_dir", tmp_path / "one") == 0
     assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
-
-
-def free_port() -> str:
-    """Return a port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("flags", [["--zero", "2"], ["--zero", "3"]])
