@@ -7,7 +7,8 @@ import matplotlib
 import nbformat
 import numpy as np
 import pytest
-from conftest import ROOT, save_model
+import torch
+from conftest import DATA, ROOT, save_model
 from nbclient import NotebookClient
 
 import train_gpt2
@@ -20,7 +21,7 @@ CHECK = """
 for number in plt.get_fignums():
     for axes in plt.figure(number).axes:
         drawn = [line.get_ydata() for line in axes.lines] + [image.get_array() for image in axes.images]
-        drawn += [[bar.get_height() for bar in axes.patches]] if axes.patches else []
+        drawn += [[bar.get_width() for bar in axes.patches]] if axes.patches else []
         scale = axes in [image.colorbar.ax for a in plt.figure(number).axes for image in a.images
                          if image.colorbar]
         assert scale or (drawn and all(len(d) and np.isfinite(np.asarray(d)).all() for d in drawn))
@@ -149,16 +150,17 @@ def test_the_smooth_curve_neither_lags_nor_ends_at_a_nan(play, tmp_path):
     assert len(smooth(np.empty(0))[0]) == 0
 
 
-def test_a_log_of_build_nanogpt_without_a_checkpoint_can_be_drawn(play, tmp_path, capsys):
-    """Cells that fail without lr, norm and dt."""
+def test_a_log_of_build_nanogpt_without_a_checkpoint_serves_every_cell(play, tmp_path, capsys):
+    """Cells that fail without lr, norm and dt, or before the first checkpoint is saved."""
     write_log(tmp_path / "log", streams=["train"], records="0 hella 0.2463\n20 hella 0.2871\n")
-    variables = play("log", until=SECOND_HALF)
+    variables = play("log")
     figures, printed = variables["figures"], capsys.readouterr().out
     assert sorted(figures) == ["compared", "hellaswag", "losses"]
     assert figures["losses"].axes[0].get_ylabel() == "loss, nats per token"
     assert [ax.get_xlabel() for ax in figures["compared"].axes] == ["step"]
-    for sentence in ("no `lr`, `norm` and `dt`", "no times", "is not known"):
+    for sentence in ("no `lr`, `norm` and `dt`", "no times", "no checkpoint yet", "is not known"):
         assert sentence in printed
+    assert variables["model"].config.n_layer == 4
 
 
 def test_what_a_run_is_comes_from_its_log_then_from_known_then_from_its_checkpoint(play, tmp_path):
@@ -277,3 +279,19 @@ def test_figures_are_saved_on_request(play, tmp_path):
     play("run", until=SECOND_HALF, save_to="figures/run")
     saved = sorted(path.name for path in (tmp_path / "figures" / "run").iterdir())
     assert saved == sorted(f"{name}.png" for name in FIRST_HALF)
+
+
+@pytest.mark.skipif(not (DATA / "tiktoken_cache").is_dir(), reason="needs GPT-2's BPE: shared data")
+def test_names_of_gpt2_tokens_do_not_run_together(play, tmp_path, monkeypatch):
+    """Tokens of several letters, side by side under the bars, cannot be read."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
+    torch.manual_seed(0)
+    write_log(tmp_path / "run")
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(1, 1, 8, 64))
+    save_model(model, tmp_path / "run" / "model_00100.pt")
+    fig = play("run", until="def time_per_token")["fig"]
+    renderer = fig.canvas.get_renderer()
+    fig.canvas.draw()
+    boxes = [text.get_window_extent(renderer) for text in fig.axes[0].get_yticklabels()]
+    assert len(boxes) == 12
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
