@@ -97,7 +97,7 @@ TEST_SIZE = f"{SMALL} --model test --total_batch_size 256"
 RUNS = [
     ("fineweb.py --dataset pydocs", ""),
     ("train_gpt2.py --quickstart", SMALL),
-    ("train_gpt2.py --quickstart --resume --max_steps 5000", f"{SMALL} --max_steps 4"),
+    ("train_gpt2.py --quickstart --resume --max_steps 3000", f"{SMALL} --max_steps 4"),
     ("train_gpt2.py --sample --init_from log/quickstart --seed 1", SMALL),
     (
         'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8',

@@ -43,7 +43,7 @@ def assert_close(a: dict, b: dict, tolerance=2e-5):
         assert a[stream].keys() == b[stream].keys(), stream
         for step, value in a[stream].items():
             rounding = {"val": 1e-4, "norm": 2e-4}.get(stream, tolerance)  # val has 4 decimals
-            assert value == pytest.approx(b[stream][step], abs=rounding), (stream, step)
+            assert value == pytest.approx(b[stream][step], abs=rounding, rel=1e-5), (stream, step)
 
 
 # -----------------------------------------------------------------------------
