@@ -319,7 +319,8 @@ def test_closed_streams_and_a_narrow_encoding_are_survived(tmp_path, shards):
     )
     assert out.returncode == 0, out
     assert steps(tmp_path / "log") == [4] and b"sample 0: ??" in out.stdout
-    assert set(read_log(tmp_path / "log")) == {"train", "val", "lr", "norm"}
+    whole = {"total_batch_size", "vocab_size", "train", "val", "lr", "norm"}
+    assert set(read_log(tmp_path / "log")) == whole, "and nothing else"
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path, shards, capsys):

@@ -20,7 +20,6 @@ from conftest import (
 from test_hellaswag import write_examples
 from test_training import assert_close, weights
 
-OPTIMIZERS = ["adamw", "muon"]
 EVERY = ["--val_every", 3, "--save_every", 3, "--sample_every", 3, "--hellaswag_every", 3]
 
 
@@ -42,8 +41,7 @@ def start(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero, optimizer", [(2, "muon"), (3, "muon"), (3, "adamw")])
 def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimizer):
     """Gradients summed over shards instead of averaged, a norm or an evaluation of one shard only."""
     flags = ["--max_steps", 6, "--optimizer", optimizer]
@@ -56,7 +54,7 @@ def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimize
     assert {n: p.shape for n, p in a.items()} == {n: p.shape for n, p in b.items()}
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("zero", [2, 3])
 def test_an_evaluation_leaves_the_next_gradient_alone(start, zero):
     """Weights that an evaluation has gathered, and beside them a gradient that nobody clears."""
     flags = ["--max_steps", 5, "--zero", zero, "--save_every", 0]
@@ -67,10 +65,10 @@ def test_an_evaluation_leaves_the_next_gradient_alone(start, zero):
     assert evaluated["norm"] == without["norm"] and evaluated["train"] == without["train"]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start, optimizer):
+def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(start):
     """A checkpoint that holds shards, or optimizer state keyed by what one mode calls a parameter."""
-    flags = ["--optimizer", optimizer, "--resume", "--warmup_steps", 2]
+    # Muon's run has AdamW's state too
+    flags = ["--optimizer", "muon", "--resume", "--warmup_steps", 2, "--max_lr", 0.02]
     flags += ["--schedule", "constant"]  # the number of steps must not shape the learning rate
     unbroken, _ = start("one", 1, *flags, "--max_steps", 12)
     stages = ((3, 2, ["--zero", 3]), (6, 1, []), (9, 4, ["--zero", 2]), (12, 2, ["--zero", 0]))

@@ -81,7 +81,7 @@ def test_zero_means_never_and_max_steps_0_evaluates(tmp_path, shards, capsys):
     log = train(tmp_path / "a", shards, "--max_steps", 3, "--val_every", 0, "--save_every", 0)
     assert "val" not in log and not list((tmp_path / "a").glob("*.pt"))
     log = train(tmp_path / "b", shards, "--max_steps", 0, "--sample_every", 9)
-    assert list(log) == ["val"] and list(log["val"]) == [0]
+    assert list(log) == ["total_batch_size", "vocab_size", "val"] and list(log["val"]) == [0]
     assert capsys.readouterr().out.count("sample 0:") == 1
 
 
@@ -89,9 +89,13 @@ def test_log_lines_and_console_lines_have_their_form(tmp_path, shards, capsys):
     """A format that the notebooks of build-nanogpt's users no longer read."""
     train(tmp_path / "log", shards, "--max_steps", 1)
     lines = (tmp_path / "log/log.txt").read_text()
-    assert lines.startswith("0 val 5.")
+    run = "0 total_batch_size 256\n0 vocab_size 257\n"  # the units of what follows
+    assert lines.startswith(run + "0 val 5.")
     number = r"[0-9.e+-]+"
-    form = rf"0 val {number}\n0 train \d\.\d{{6}}\n0 lr {number}\n0 norm {number}\n0 dt {number}\n1 val {number}\n"
+    form = (
+        run
+        + rf"0 val {number}\n0 train \d\.\d{{6}}\n0 lr {number}\n0 norm {number}\n0 dt {number}\n1 val {number}\n"
+    )
     assert re.fullmatch(form, lines)
     out = capsys.readouterr().out
     line = r"step     0/1 \| loss: \d\.\d{6} \| lr \d\.\d{4}e-\d\d \| norm: \d+\.\d{4} "

@@ -118,7 +118,7 @@ def test_training_starts_from_a_folder(tmp_path):
     flags = [flag for flag in FLAGS if flag not in ("--model", "test")]
     assert run_main(*where, *flags, "--init_from", tmp_path / "hf") == 0
     lines = (tmp_path / "log/log.txt").read_text().splitlines()
-    assert len([line for line in lines if " dt " not in line]) == 8
+    assert len([line for line in lines if " dt " not in line]) == 10
 
 
 class Rotary(GPT):
