@@ -41,7 +41,7 @@ def start(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("zero, optimizer", [(2, "muon"), (3, "muon"), (3, "adamw")])
+@pytest.mark.parametrize("zero, optimizer", [(2, "adamw"), (3, "muon")])
 def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimizer):
     """Gradients summed over shards instead of averaged, a norm or an evaluation of one shard only."""
     flags = ["--max_steps", 6, "--optimizer", optimizer]
@@ -54,10 +54,9 @@ def test_a_sharded_run_is_the_run_of_one_process(start, tmp_path, zero, optimize
     assert {n: p.shape for n, p in a.items()} == {n: p.shape for n, p in b.items()}
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_an_evaluation_leaves_the_next_gradient_alone(start, zero):
+def test_an_evaluation_leaves_the_next_gradient_alone(start):
     """Weights that an evaluation has gathered, and beside them a gradient that nobody clears."""
-    flags = ["--max_steps", 5, "--zero", zero, "--save_every", 0]
+    flags = ["--max_steps", 5, "--zero", 2, "--save_every", 0]  # 3 gathers nothing for long
     never = ["--val_every", 0, "--sample_every", 0, "--hellaswag_every", 0]
     without, _ = start("without", 2, *flags, *never)
     every = ["--val_every", 2, "--sample_every", 3, "--hellaswag_every", 4]
