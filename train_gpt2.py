@@ -757,10 +757,8 @@ def choose_device(name: str) -> torch.device:
 # checkpoints
 
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
-
-
 # the fields of State that a checkpoint holds as they are
-NUMBERS = {"step", "position", "skipped", "loss_window", "norm_window"}
+PROGRESS = {"step", "position", "skipped", "loss_window", "norm_window"}
 
 
 @dataclass
@@ -780,7 +778,7 @@ class State:
 
     def restore(self, checkpoint: dict) -> None:
         """Continue from a checkpoint, whose weights the model already has."""
-        for name in NUMBERS & checkpoint.keys():  # older checkpoints lack some
+        for name in PROGRESS & checkpoint.keys():  # older checkpoints lack some
             setattr(self, name, copy(checkpoint[name]))
         if checkpoint["scaler"]:  # empty unless the run used float16
             self.scaler.load_state_dict(checkpoint["scaler"])
@@ -804,7 +802,7 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
         "model": dcp.get_model_state_dict(state.model, options=FULL),
         "optimizer": {},  # before the first update, when PyTorch would make a state by a step
         "scaler": state.scaler.state_dict(),
-        **{name: getattr(state, name) for name in NUMBERS},
+        **{name: getattr(state, name) for name in PROGRESS},
         "config": asdict(state.model.config),  # these two rebuild the model and the run
         "args": vars(args),
         "world_size": run.world_size,  # if it differs, --resume chooses B again
@@ -1101,7 +1099,7 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
 def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, run: Run) -> int:
     """Train and return the exit status: 0, or 128 plus the number of the signal that ended it. The
     next section decides the flags, and that the weights come from `source`, if it is not empty."""
-    # the data
+    # The data, which must be the checkpoint's, and the same for all processes
     train_shards = open_shards(args.data_dir, "train")
     data = identify(train_shards)
     check_run(args, data, checkpoint, run)
@@ -1287,7 +1285,7 @@ FLAGS = {
     },
     "optimizer": {
         "optimizer": ("adamw", "muon learns faster; it changes defaults of the flags below"),
-        "warmup_steps": (int, "(default: 715, or the same share of a shorter run; muon: 10)"),
+        "warmup_steps": (int, "of a rising rate (default: 715, fewer in a shorter run; muon: 10)"),
         "max_lr": (
             float,
             "peak learning rate (default: GPT-3's for this size; muon: 10 times that)",
@@ -1490,7 +1488,7 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     #    bytes are shared out, and the whole weights, gathered, take 4 more at most
     fixed = 20 * parameters
     if args.zero:
-        fixed = (16 / run.world_size + 8) * parameters
+        fixed = 16 * parameters // run.world_size + 8 * parameters
     # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
     #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
     #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
@@ -1712,8 +1710,8 @@ def main(argv: list[str] | None = None) -> None:
         status = report("interrupted", 128 + signal.SIGINT)
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A few processes in a hundred are aborted on their usual way out, by a thread of PyTorch
-        # that still runs. Their work is done and on the disk
+        # On the usual way out, a thread of PyTorch that still runs sometimes aborts the process.
+        # Its work is done and on the disk
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
