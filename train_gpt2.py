@@ -1523,11 +1523,12 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
         found = f"batch_size {args.batch_size} does not divide the {sequences} sequences"
         require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
         return args.batch_size
-    # Beyond 128 sequences an H100 gets no faster
-    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]
     if run.device.type != "cuda":
         # 8192 tokens at a time keep a CPU busy, and memory is no concern
-        return max(B for B in powers_of_two if B * T <= 8192 or B == 1)
+        most = max(1, 8192 // T)
+        return max(B for B in range(1, most + 1) if sequences % B == 0)
+    # Beyond 128 sequences an H100 gets no faster
+    powers_of_two = [2**i for i in range(8) if sequences % 2**i == 0]
     memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
     fitting = [B for B in powers_of_two if estimate_memory(config, B, args, run) <= memory]
     advice = "use --recompute, a shorter --seq_len or a smaller --model"
