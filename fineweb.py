@@ -13,7 +13,7 @@ the tokens of its text. The shards depend only on the documents and the options,
 of workers or on interruptions: a run that is killed and started again continues where it stopped.
 
 The file follows the data. A source reads documents; they are cut into segments at places where the
-tokenizer begins a new piece anyway; threads encode the segments; one writer fills the shards of
+tokenizer begins a new piece anyway; workers encode the segments; one writer fills the shards of
 both splits. meta.json, beside the shards, holds all the state: the finished shards with their
 sha256, and where to continue. It lists a finished dataset once its progress.done is true. Files
 meta-III-of-NNN.json without a meta.json are parts that are not merged yet.
@@ -37,6 +37,7 @@ import signal
 import sys
 import sysconfig
 import time
+import traceback
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -54,14 +55,14 @@ DATASETS = {  # the prefix of the shards' names, and the default folder
     "HuggingFaceFW/fineweb": ("fineweb", "fineweb"),
     "pydocs": ("pydocs", "pydocs"),
 }
-META_VERSION = 3  # of meta.json: an unfinished run is continued only by the version that began it
+META_VERSION = 4  # of meta.json: an unfinished run is continued only by the version that began it
 OPTIONS = ("text_key", "shard_size", "val_tokens", "val_share", "max_tokens", "format", "streaming")
 TABLE_ROWS = 256  # rows that are read from a table at once: ~1 MB of FineWeb
 BLOCK = 2**20  # bytes that are read from a file at once: 1 MiB
 SEGMENT_CHARS = 2**17  # characters: longer documents are encoded in segments of about this length
 LONGEST_SEGMENT = 2**20  # characters: a text without a place to cut is cut here all the same
 PIECE = 2**13  # tokens: longer documents are dealt to train and val in pieces of this length
-BATCH_BYTES = 2**19  # of text that a worker gets at once: ~0.05 s of work
+BATCH_BYTES = 2**20  # of text that a worker gets at once: ~0.2 s of work
 
 
 class Segment(NamedTuple):
@@ -155,7 +156,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     UserError for any other name, ConnectionError if GPT-2's cannot be downloaded."""
     require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
-        hint = "TIKTOKEN_CACHE_DIR can name a folder that another machine's tiktoken filled"
+        hint = "use --tokenizer bytes, or name another machine's cache by TIKTOKEN_CACHE_DIR"
         with naming(f"GPT-2's vocabulary cannot be downloaded ({hint})", ConnectionError):
             enc = tiktoken.get_encoding("gpt2")
     else:
@@ -177,9 +178,9 @@ def open_files(args: argparse.Namespace) -> Source:
     """Open local files, each once, in the order of their names."""
     found = {}
     for pattern in args.files:
-        # A path that exists is no pattern, whatever brackets are in its name
-        exists = os.path.exists(pattern)
-        matches = [pattern] if exists else sorted(glob.glob(pattern, recursive=True))
+        matches = sorted(glob.glob(pattern, recursive=True))
+        if os.path.exists(pattern):  # then it is no pattern, whatever brackets are in its name
+            matches = [pattern]
         require(matches, f"--files {pattern}: there is no such file")
         for path in matches:
             known = re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path)
@@ -192,7 +193,11 @@ def open_files(args: argparse.Namespace) -> Source:
 def read_file(path: str, text_key: str) -> Iterator[Iterable[str]]:
     """Yield a file's documents: the rows of .parquet, the lines of .jsonl, all of a .txt."""
     if path.endswith(".parquet"):
-        yield from read_tables(read_parquet(path, text_key), text_key, path, UserError)
+        with naming(path):
+            from pyarrow import parquet
+
+            with parquet.ParquetFile(path) as file:
+                yield from read_tables(file.iter_batches(TABLE_ROWS), text_key, path)
     elif ".jsonl" not in os.path.basename(path):
         yield decode(read_bytes(path), path)
     else:
@@ -204,16 +209,6 @@ def read_file(path: str, text_key: str) -> Iterator[Iterable[str]]:
                 with naming(where):
                     record = json.loads(line)
                 yield [get_text(record, text_key, where)]
-
-
-def read_parquet(path: str, text_key: str) -> Iterator:
-    """Yield the tables of a .parquet file."""
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as file:
-        # All columns if it has no such column: the message about that lists them
-        columns = [text_key] if text_key in file.schema_arrow.names else None
-        yield from file.iter_batches(TABLE_ROWS, columns=columns)
 
 
 def read_bytes(path: str) -> Iterator[bytes]:
@@ -233,7 +228,9 @@ def read_bytes(path: str) -> Iterator[bytes]:
             file = open(path, "rb")  # noqa: SIM115
         with file:
             blocks = iter(lambda: file.read(BLOCK), b"")
-            yield from decompress_xz(blocks) if suffix == ".xz" else blocks
+            if suffix == ".xz":
+                blocks = decompress_xz(blocks)
+            yield from blocks
 
 
 def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -256,14 +253,12 @@ def split_lines(blocks: Iterable[bytes]) -> Iterator[bytes]:
     r"""Yield the lines, each with the \n that ends it. A line may be longer than a block."""
     parts = []
     for block in blocks:
-        start = 0
-        while end := block.find(b"\n", start) + 1:
-            parts.append(block[start:end])
-            line = b"".join(parts)
-            parts.clear()  # now: while a line of gigabytes is in use, there is one copy of it less
-            yield line
-            start = end
-        parts.append(block[start:])
+        for part in io.BytesIO(block):  # up to the next \n, or to the end of the block
+            parts.append(part)
+            if part.endswith(b"\n"):
+                line = b"".join(parts)
+                parts.clear()  # now: while a line of gigabytes is in use, there is one copy less
+                yield line
     yield b"".join(parts)
 
 
@@ -284,17 +279,15 @@ def decode(blocks: Iterable[bytes], path: str) -> Iterator[str]:
         line += block.count(b"\n")
 
 
-def read_tables(tables: Iterable, text_key: str, name: str, kind: type[Exception]) -> Iterator:
-    """Yield the documents, one a row, of Arrow tables that follow each other. A library's error
-    becomes one of this kind."""
+def read_tables(tables: Iterable, text_key: str, name: str) -> Iterator[Iterable[str]]:
+    """Yield the documents, one a row, of Arrow tables that follow each other."""
     row = 0
-    with naming(name, kind):
-        for table in tables:
-            if text_key in table.schema.names:
-                table = table.select([text_key])  # the others need not become Python objects
-            for record in table.to_pylist():
-                row += 1
-                yield [get_text(record, text_key, f"{name}, row {row}")]
+    for table in tables:
+        if text_key in table.schema.names:
+            table = table.select([text_key])  # the others need not become Python objects
+        for record in table.to_pylist():
+            row += 1
+            yield [get_text(record, text_key, f"{name}, row {row}")]
 
 
 def get_text(record: object, text_key: str, where: str) -> str:
@@ -315,10 +308,11 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
 
     datasets.config.TORCH_AVAILABLE = False  # otherwise a stream imports torch, which takes seconds
     is_folder = os.path.isdir(args.dataset)
+    if is_folder:
+        revision = None
     hint = f"{datasets.config.HF_ENDPOINT} cannot be reached (HF_ENDPOINT sets the address). "
     hint += "Offline, --no-streaming reads the copy that an earlier --no-streaming run left in "
     hint += "HF_HOME, and --files 'folder/*.parquet' --out FOLDER reads files that you have"
-    revision = None if is_folder else revision
     try:
         builder = datasets.load_dataset_builder(args.dataset, args.name, revision=revision)
     except ConnectionError as error:
@@ -335,16 +329,15 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
     # A copy counts as one file
     names = list(files["train"]) if args.streaming else [args.dataset]
 
-    @functools.cache
-    def load() -> datasets.IterableDataset:
-        if args.streaming:
-            return builder.as_streaming_dataset(split="train").with_format("arrow")
-        builder.download_and_prepare()
-        return builder.as_dataset(split="train").to_iterable_dataset().with_format("arrow")
-
     def read(k: int) -> Iterator[Iterable[str]]:
-        tables = load().shard(len(names), k).iter(batch_size=TABLE_ROWS)
-        yield from read_tables(tables, args.text_key, names[k], ConnectionError)
+        with naming(names[k], ConnectionError):
+            if args.streaming:
+                rows = builder.as_streaming_dataset(split="train")
+            else:
+                builder.download_and_prepare()  # does nothing where the copy is there
+                rows = builder.as_dataset(split="train").to_iterable_dataset()
+            tables = rows.with_format("arrow").shard(len(names), k).iter(batch_size=TABLE_ROWS)
+            yield from read_tables(tables, args.text_key, names[k])
 
     if not (args.streaming and is_folder):  # whose files are compared one by one
         revision = builder.hash  # the commit, or a hash of the folder's files and dates
@@ -413,24 +406,25 @@ def open_source(args: argparse.Namespace, revision: str | None = None) -> Source
     return source
 
 
-def stamp_file(name: str) -> list[int] | None:
-    """Return a local file's size in bytes and date in ns, None for what is no local file."""
-    if not os.path.isfile(name):
-        return None
-    status = os.stat(name)
-    return [status.st_size, status.st_mtime_ns]
+def get_stamp(path: str) -> list:
+    """Return what changes when a file is changed: its size in bytes and its date in seconds."""
+    return [os.path.getsize(path), os.path.getmtime(path)]
 
 
 def read_segments(source: Source, args: argparse.Namespace, progress: dict) -> Iterator[Segment]:
     """Yield the segments of this part's files, from the one in work on. Raises UserError if an
     input changed since an earlier run read it."""
     position = progress["position"]
-    stamps = iter(list(progress["read"]))  # of the files that were read to their end
     for k in range(args.part, len(source.names), args.parts):
+        name = source.names[k]
         hint = "put the old file back, or start over with --overwrite"
-        changed = f"{source.names[k]} changed since this run read it: {hint}"
-        if position and k < position[0]:
-            require(next(stamps) == stamp_file(source.names[k]), changed)
+        changed = f"{name} changed since this run read it: {hint}"
+        is_read = position and k < position[0]
+        if os.path.isfile(name):  # and not on the hub, where the revision identifies it
+            stamp = get_stamp(name)
+            require(not is_read or progress["read"][name] == stamp, changed)
+            progress["read"][name] = stamp  # of the moment before it is read
+        if is_read:
             continue
         segments = cut_file(source, k)
         if position and k == position[0]:
@@ -514,46 +508,84 @@ def make_batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def tokenize(batches: Iterable[list[Segment]], tokenizer: str, workers: int) -> Iterator[list]:
-    """Encode the batches, in order, in this many threads. Threads are enough, because tiktoken
-    computes outside Python's lock; processes would copy every text and every token twice."""
+    """Encode the batches, in order, in this many processes."""
+    if workers == 1:
+        yield from (encode(batch, tokenizer) for batch in batches)
+        return
+    idle = deque(start_workers(workers, tokenizer))  # pipes; a deque is safe to use from threads
+
+    def ask_worker(batch: list[Segment]) -> list:
+        pipe = idle.popleft()  # never empty, as there are as many threads as workers
+        try:
+            pipe.send(batch)
+            encoded = pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ChildProcessError("a worker was killed, perhaps for lack of memory") from error
+        idle.append(pipe)
+        if isinstance(encoded, Exception):
+            raise encoded
+        return encoded
+
     waiting = deque()
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers) as threads:  # each waits for one worker
+        # The pool takes any number of batches, so the number of those in the memory is bounded here
         for batch in batches:
-            waiting.append(pool.submit(encode, batch, tokenizer))
+            waiting.append(threads.submit(ask_worker, batch))
             if len(waiting) > 4 * workers:  # so that no worker waits while a shard is written
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
+def start_workers(workers: int, tokenizer: str) -> list:
+    """Start processes that encode, and return a pipe to each. tiktoken computes outside Python's
+    lock, but threads of one process would wait for the lock between two texts."""
+    from multiprocessing import get_context, resource_tracker
+
+    spawn = get_context("spawn")  # a fork would copy the locks of the libraries' threads
+    pipes = []
+    # Ctrl-C is for the parent alone. It waits here until the workers are started, which inherit
+    # that it is blocked
+    if os.name == "posix":
+        resource_tracker.ensure_running()  # the first start would do it, and unblock Ctrl-C
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    for _ in range(workers):
+        ours, theirs = spawn.Pipe()
+        spawn.Process(target=work, args=(theirs, tokenizer), daemon=True).start()
+        theirs.close()  # only the worker has it now: when one end is killed, the other one notices
+        pipes.append(ours)
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return pipes
+
+
+def work(pipe, tokenizer: str) -> None:
+    """Encode the batches that come through a pipe, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Windows, nothing is inherited
+    with suppress(EOFError, OSError):
+        while True:
+            batch = pipe.recv()
+            try:
+                encoded = encode(batch, tokenizer)
+            except Exception as error:  # the parent raises it
+                error.add_note(traceback.format_exc())
+                encoded = error
+            pipe.send(encoded)
+
+
 def encode(batch: list[Segment], tokenizer: str) -> list[tuple[list[int], bool, np.ndarray]]:
-    """Encode each segment to (position, begins, uint16 tokens). This is what the workers do."""
+    """Encode each segment to (position, begins, uint16 tokens). Raises UserError naming the
+    document that cannot be encoded."""
     enc = get_tokenizer(tokenizer)
-    eot = b"<|endoftext|>"
-    text = b"".join(eot + segment.text for segment in batch)
-    tokens = None
-    if text.count(eot) == len(batch):
-        # A single call for the batch, because every call has to wait for Python's lock. The special
-        # token separates the segments: tiktoken encodes what is between two of them on its own
-        with suppress(ValueError):  # which does not name the document: the calls below do
-            tokens = enc.encode_to_numpy(text.decode(), allowed_special="all").astype(np.uint16)
-    if tokens is None:
-        parts = [encode_alone(segment, enc) for segment in batch]
-    else:
-        parts = np.split(tokens, np.flatnonzero(tokens == enc.eot_token)[1:])
     encoded = []
-    for (position, begins, *_), tokens in zip(batch, parts, strict=True):
-        # A document's first segment keeps the <|endoftext|> before it
-        encoded.append((position, begins, tokens if begins else tokens[1:]))
+    for position, begins, place, text in batch:
+        with naming(place):
+            # No text is special: "<|endoftext|>" within a document is characters, not the token
+            tokens = enc.encode_to_numpy(text.decode(), disallowed_special=())
+        head = [enc.eot_token] if begins else []
+        tokens = np.concatenate([head, tokens], dtype=np.uint16, casting="unsafe")
+        encoded.append((position, begins, tokens))
     return encoded
-
-
-def encode_alone(segment: Segment, enc: tiktoken.Encoding) -> np.ndarray:
-    """Return <|endoftext|> and the segment's tokens. No text is special: "<|endoftext|>" within a
-    document is characters, not the token. Raises UserError naming the document."""
-    with naming(segment.place):
-        tokens = enc.encode_to_numpy(segment.text.decode(), disallowed_special=())
-    return np.append(np.uint16(enc.eot_token), tokens.astype(np.uint16))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -586,17 +618,16 @@ class ShardWriter:
 
     meta["progress"] describes the moment when the last shard was finished: the `position` of the
     segment in work and how many of its tokens are `written`; the `split` of the piece in work and
-    how many tokens are `left` in it; the `tokens` so far; size and date of the
-    files that were `read` to their end; and the `open` shards, whose .tmp files have at least the
-    tokens named there. From it a killed run continues as if nothing had happened."""
+    how many tokens are `left` in it; the `tokens` so far; size and date of the files that are
+    `read`; and the `open` shards, whose .tmp files have at least the tokens named there. From it a
+    killed run continues as if nothing had happened."""
 
-    def __init__(self, args: argparse.Namespace, meta: dict, source: Source) -> None:
+    def __init__(self, args: argparse.Namespace, meta: dict) -> None:
         self.args = args
         self.meta = meta
         self.progress = meta["progress"]
-        # From before anything is read: a file that changes meanwhile is noticed by the next start
-        self.stamps = [stamp_file(name) for name in source.names]
         self.count = self.progress["tokens"]  # {"val": tokens, "train": tokens}
+        # The files of the open shards, by split
         self.files = {s: self.reopen(*shard) for s, shard in self.progress["open"].items()}
 
     def reopen(self, name: str, tokens: int) -> BinaryIO:
@@ -608,57 +639,44 @@ class ShardWriter:
         file.seek(file.truncate(size))  # a new shard begins behind its header, which comes last
         return file
 
-    def append(self, split: str, tokens: np.ndarray) -> None:
-        """Append tokens, for which there is room, to the split's shard."""
-        if split not in self.files:
-            index = len(self.meta["shards"]) + len(self.files)
-            name = f"{self.args.prefix}_{split}_{index:06d}.{self.args.format}"
-            self.files[split] = self.reopen(name, 0)
-            self.progress["open"][split] = [name, 0]
-        self.files[split].write(tokens.astype("<u2", copy=False).data)
-        self.progress["open"][split][1] += len(tokens)
-        self.progress["written"] += len(tokens)
-        self.progress["left"] -= len(tokens)
-        self.count[split] += len(tokens)
-
-    def begin_segment(self, position: list[int], begins: bool) -> None:
-        """Take note of a new segment, and of the files before it, which were read to their end."""
-        files = range(self.args.part, position[0], self.args.parts)
-        self.progress["read"] += [self.stamps[k] for k in files[len(self.progress["read"]) :]]
-        self.progress.update(position=position, written=0)
-        if begins:
-            self.progress["left"] = 0  # a document begins a piece
-
     def begin_piece(self) -> None:
         """Choose the split of the next piece: val while that has no more than its share. A piece is
         a document, or PIECE tokens of a longer one."""
         args = self.args
         total = sum(self.count.values())
-        # All of the validation is in the first part, which can then be read without the others
-        wanted = args.part == 0 and self.count["val"] < args.val_tokens and args.val_share > 0
-        behind = self.count["val"] <= args.val_share * total
-        self.progress["split"] = "val" if wanted and behind else "train"
         # Shorter at first, so that val has about its share of a corpus of any size
         self.progress["left"] = min(PIECE, max(16, total // 32))
+        self.progress["split"] = "train"
+        room = args.val_tokens - self.count["val"]
+        behind = self.count["val"] <= args.val_share * total and args.val_share > 0
+        # All of the validation is in the first part, which can then be read without the others
+        if args.part == 0 and behind and room > 0:
+            self.progress["split"] = "val"
+            self.progress["left"] = min(self.progress["left"], room)
 
     def write(self, tokens: np.ndarray) -> None:
-        """Append tokens of the segment in work. A full shard is finished when more is to come."""
+        """Append tokens of the segment in work, and finish every shard that they fill."""
         while len(tokens):
             if self.progress["left"] == 0:
                 self.begin_piece()
             split = self.progress["split"]
-            room = self.args.shard_size - self.progress["open"].get(split, ["", 0])[1]
-            if split == "val":
-                room = min(room, self.args.val_tokens - self.count["val"])
-            if room == 0:  # only now, when a token is in hand, so that no shard stays empty
-                if self.count["val"] == self.args.val_tokens:
-                    self.progress["split"] = "train"  # in the middle of a document, if need be
+            if split not in self.files:
+                index = len(self.meta["shards"]) + len(self.files)
+                name = f"{self.args.prefix}_{split}_{index:06d}.{self.args.format}"
+                self.files[split] = self.reopen(name, 0)
+                self.progress["open"][split] = [name, 0]
+            shard = self.progress["open"][split]  # [name, tokens]
+            # A piece may end within these tokens, and so may the shard
+            part = tokens[: min(self.progress["left"], self.args.shard_size - shard[1])]
+            tokens = tokens[len(part) :]
+            self.files[split].write(part.astype("<u2", copy=False).data)
+            shard[1] += len(part)
+            self.count[split] += len(part)
+            self.progress["written"] += len(part)
+            self.progress["left"] -= len(part)
+            val_is_full = split == "val" and self.count["val"] == self.args.val_tokens
+            if val_is_full or shard[1] == self.args.shard_size:
                 self.finish(split)
-                continue
-            # A piece may end within these tokens, and so may the room for it
-            size = min(room, self.progress["left"])
-            self.append(split, tokens[:size])
-            tokens = tokens[size:]
 
     def finish(self, split: str) -> None:
         """Make the split's shard final: its bytes on the disk, its line in meta.json, its name."""
@@ -688,7 +706,7 @@ class ShardWriter:
         require(self.count["train"], f"{found}: take more documents, or lower --val_tokens")
         for split in list(self.files):
             self.finish(split)
-        self.progress.update(position=None, read=[], done=True)
+        self.progress.update(position=None, done=True)
         save_meta(self.args.meta_path, self.meta)
 
     def close(self) -> None:
@@ -708,7 +726,9 @@ def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
             if total == budget:
                 return
             if position != writer.progress["position"]:
-                writer.begin_segment(position, begins)
+                writer.progress.update(position=position, written=0)
+                if begins:
+                    writer.progress["left"] = 0  # a document begins a piece
             # Without a budget, which is then None, the slice takes all tokens
             writer.write(tokens[on_disk:][: budget and budget - total])
             on_disk = 0
@@ -766,23 +786,25 @@ def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
     new = {
         "version": META_VERSION,
         "tokenizer": args.tokenizer,
-        "vocab_size": enc.n_vocab,
+        "vocab_size": enc.n_vocab,  # for the trainer, as is the next line
         "eot": enc.eot_token,
         "source": " ".join(args.files or filter(None, [args.dataset, args.name])),
         # All parts read the commit with which the first of them began
         "revision": next((meta.get("revision") for meta in metas.values()), None),
         "options": {name: getattr(args, name) for name in (*OPTIONS, "parts", "part")},
-        "shards": {},
+        "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
         "progress": {"position": None, "written": 0, "split": None, "left": 0}
-        | {"tokens": {"val": 0, "train": 0}, "read": [], "open": {}, "done": False},
+        | {"tokens": {"val": 0, "train": 0}, "read": {}, "open": {}, "done": False},
     }
     if source:
         data = repr([source.names, source.revision]).encode()
         new |= {"revision": source.revision, "data": hashlib.sha256(data).hexdigest()[:16]}
     # The folder's other parts are compared too: a difference found by --merge would cost a night
     for path, meta in metas.items():
-        overwrite = ", or start over with --overwrite" if path == args.meta_path else ""
-        check_same_run(path, meta, new, f"choose another --out{overwrite}")
+        hint = "choose another --out"
+        if path == args.meta_path:
+            hint += ", or start over with --overwrite"
+        check_same_run(path, meta, new, hint)
     found = f"{args.out} holds {''.join(unlisted[:1])}, which is not of this run"
     require(not unlisted, f"{found}: delete it, or choose another --out")
     return metas.get(args.meta_path, new)
@@ -885,17 +907,26 @@ def merge(args: argparse.Namespace) -> dict:
 def build(args: argparse.Namespace) -> dict:
     """Write the shards that the command line asks for, from where an earlier run stopped, and
     return their meta.json."""
+    if args.files and not os.path.exists(args.meta_path):
+        open_files(args)  # a wrong name is said before the tokenizer is fetched
     meta = find_meta(args)
     rate = ""
     # A finished run opens nothing and needs no network. An unfinished one is pinned to its commit
     if not meta["progress"]["done"]:
-        print(f"{meta['source']}: if interrupted, run the same command to continue", flush=True)
+        hint = "if interrupted, run the same command to continue"
+        print(f"making shards of {meta['source']}; {hint}", flush=True)
         source = open_source(args, meta["revision"])
         os.makedirs(args.out, exist_ok=True)
         with lock(args):
             meta = prepare_folder(args, source)  # read again: no other process can change it now
             require(not meta["progress"]["done"], f"another process just wrote {args.meta_path}")
             rate = write_shards(args, meta, source)
+    elif args.files and any(glob.glob(pattern, recursive=True) for pattern in args.files):
+        find_meta(args, open_files(args))  # refuses another list of files
+        read = meta["progress"].get("read") or {}  # an older meta.json has none
+        for name, stamp in read.items():
+            is_same = not os.path.exists(name) or stamp == get_stamp(name)
+            require(is_same, f"{name} changed since it was read: start over with --overwrite")
     # A finished folder holds its shards and meta.json, and nothing else
     Path(f"{args.meta_path}.lock").unlink(missing_ok=True)
     count = meta["progress"]["tokens"]
@@ -913,16 +944,16 @@ def write_shards(args: argparse.Namespace, meta: dict, source: Source) -> str:
     batches = make_batches(read_segments(source, args, meta["progress"]))
     clock = []  # (seconds, tokens so far), after every batch
     bar = tqdm(total=total, initial=done, unit=" tokens", unit_scale=True, disable=None)
-    with bar, closing(ShardWriter(args, meta, source)) as writer:
+    with bar, closing(ShardWriter(args, meta)) as writer:
         for done in fill_shards(writer, tokenize(batches, args.tokenizer, args.workers)):
             clock.append((time.perf_counter(), done))
             bar.update(done - bar.n)
         writer.finish_all()
     if len(clock) < 10 * args.workers:
         return ""  # too short to tell
-    (start, first), (end, last) = clock[0], clock[-1]
-    rate = (last - first) / (end - start)
-    return f", {rate / 1e6:.2f}M tokens/s on {args.workers} workers"
+    # Starting the workers does not count
+    seconds, tokens = np.subtract(clock[-1], clock[0])
+    return f", {tokens / seconds / 1e6:.2f}M tokens/s on {args.workers} workers"
 
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
@@ -965,7 +996,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--max_tokens", type=int, help="stop after this many tokens, with --part in each part")
     add("--format", choices=["npy", "bin"], default="npy", help="bin is llm.c's")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="threads that tokenise (default: one for every core)")
+    add("--workers", type=int, help="processes that tokenise (default: one for every core)")
     streaming = "tokenise during the download (default), or copy the whole dataset first"
     add("--streaming", action=argparse.BooleanOptionalAction, default=True, help=streaming)
     add("--overwrite", action="store_true", help="delete this run's shards and start over")
@@ -1005,9 +1036,11 @@ def settle_numbers(args: argparse.Namespace) -> None:
     pydocs = args.dataset == "pydocs"
     args.tokenizer = args.tokenizer or ("bytes" if pydocs else "gpt2")
     if args.workers is None:
-        # On a shared machine this process may be allowed fewer cores than there are
-        linux = sys.platform == "linux"
-        args.workers = len(os.sched_getaffinity(0)) if linux else os.cpu_count()
+        args.workers = os.cpu_count()
+        if sys.platform == "linux":  # this process may be allowed fewer cores than there are
+            args.workers = len(os.sched_getaffinity(0))
+        if pydocs:
+            args.workers = 1  # a second process would start for longer than the work takes
     if args.val_share is None:
         # FineWeb is shuffled, so its beginning is as good a sample as any, and it is the shard with
         # which build-nanogpt validates. Other data may begin with one kind of text
@@ -1019,7 +1052,7 @@ def settle_numbers(args: argparse.Namespace) -> None:
         "max_tokens": (1, 10**15),
         "val_tokens": (0, 10**15),
         "val_share": (0, 1),
-        "workers": (1, 512),  # each has some 5 MB of text and tokens in hand
+        "workers": (1, 512),  # each is a process of about 80 MB
     }
     for name, (least, most) in bounds.items():
         value = getattr(args, name)
@@ -1039,10 +1072,10 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_args(argv)
         if args.verify:
             verify(args)
-            return
-        meta = merge(args) if args.merge else build(args)
-        if argv is None:
-            print(suggest(args, meta))
+        else:
+            meta = merge(args) if args.merge else build(args)
+            if argv is None:
+                print(suggest(args, meta))
         return
     except UserError as error:
         status = 2
