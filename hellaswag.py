@@ -23,16 +23,13 @@ Source: Zellers et al. 2019, arXiv:1905.07830. There are 10,042 validation examp
 
 import argparse
 import hashlib
-import io
+import itertools
 import json
 import math
-import os
 import re
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from http.client import HTTPException
@@ -85,6 +82,22 @@ def fetch(path: str | Path | None = None) -> Path:
     except OSError as error:  # a folder that this user may not write to
         raise ConnectionError(f"HellaSwag cannot be saved ({error}): {hint}") from error
     return FILE
+
+
+def fetch_once(run, path: str | None = None) -> Path:
+    """Fetch in the first process of a train_gpt2.Run, and after that in the others, which then find
+    the file. If any of them fails, for whatever reason, raises ConnectionError in all of them."""
+    problem = ""
+    with run.main_first():
+        try:
+            path = fetch(path)
+        except (UserError, ConnectionError) as error:
+            problem = str(error)
+    # If only that process knew, the others would wait for it, and end with a traceback about that
+    problem = max(run.gather(problem))
+    if problem:
+        raise ConnectionError(problem)
+    return path
 
 
 def iterate_examples(path: str | Path = "val") -> Iterator[dict]:
@@ -192,46 +205,20 @@ def get_most_likely_row(tokens: torch.Tensor, mask: torch.Tensor, logits: torch.
     return int(((losses * counted).sum(dim=1) / counted.sum(dim=1)).argmin())
 
 
-@dataclass
-class Rows:
-    """The rendered rows of all examples; 4 consecutive rows belong to an example."""
-
-    tokens: np.ndarray  # uint16, all rows one after the other
-    ends: np.ndarray  # end of each row in tokens
-    starts: np.ndarray  # index of the ending in each row
-    lengths: np.ndarray  # length of each ending, to divide by
-    labels: np.ndarray  # one per example
-
-
 @lru_cache
-def load_rows(path: Path, tokenizer_name: str, convention: str) -> Rows:
-    """Return the rendered rows of the file. Rendering takes seconds, so the rows are kept on disk
-    beside the file for the next run, under a name that changes with the file and this script."""
-    # The script is part of the name, because an edit of render_rows must not find the old rows
-    digest = hashlib.sha256(path.read_bytes() + Path(__file__).read_bytes()).hexdigest()[:16]
-    cached = path.with_name(f"{path.stem}.{tokenizer_name}.{convention}.{digest}.npz")
-    with suppress(Exception), np.load(cached) as arrays:  # if missing or damaged, render again
-        return Rows(**arrays)
+def load_rows(
+    path: Path, tokenizer_name: str, convention: str, examples: int
+) -> tuple[list[Row], np.ndarray]:
+    """Return the rows of the file's first examples, 4 for each, and the labels, (n,) int64. That
+    takes a second, and the process remembers it."""
     tokenizer = fineweb.get_tokenizer(tokenizer_name)
     rows = []
     labels = []
-    for example in iterate_examples(path):
+    for example in itertools.islice(iterate_examples(path), examples):
         rows += render_rows(example, tokenizer, convention)
         labels.append(int(example["label"]))
     require(rows, f"{path} holds no examples")
-    arrays = {
-        "tokens": np.concatenate([np.array(row.tokens, np.uint16) for row in rows]),
-        "ends": np.cumsum([len(row.tokens) for row in rows]),
-        "starts": np.array([row.start for row in rows]),
-        "lengths": np.array([row.length for row in rows]),
-        "labels": np.array(labels),
-    }
-    with suppress(OSError):  # the folder may be read-only, or the disk full
-        contents = io.BytesIO()
-        np.savez(contents, **arrays)
-        with atomic_write(cached) as file:
-            file.write(contents.getvalue())
-    return Rows(**arrays)
+    return rows, np.array(labels)
 
 
 # -----------------------------------------------------------------------------
@@ -269,9 +256,8 @@ def make_batches(
     (B,) of the rows, their tokens (B, T) and their targets (B, T), all int64. A target is -1
     outside the ending, and there is no loss. Rows are sorted by length, so that a batch needs
     little padding. Of a row longer than the context, the end is kept."""
-    data = load_rows(path, tokenizer, convention)
-    rows = np.split(data.tokens.astype(np.int64), data.ends[:-1])[: 4 * examples]
-    lengths = np.array([min(len(row), block_size + 1) for row in rows])
+    rows, _ = load_rows(path, tokenizer, convention, examples)
+    lengths = np.array([min(len(row.tokens), block_size + 1) for row in rows])
     order = np.argsort(-lengths, kind="stable")
     batches = []
     first = 0
@@ -281,9 +267,10 @@ def make_batches(
         tokens = np.zeros((len(numbers), width), np.int64)
         targets = np.full((len(numbers), width), -1)
         for i, number in enumerate(numbers):
-            row = rows[number][-lengths[number] :]
+            whole = rows[number].tokens
+            row = whole[-lengths[number] :]
             # Cutting the row moves the start of the ending. Nothing predicts the row's first token
-            start = max(1, data.starts[number] - (len(rows[number]) - len(row)))
+            start = max(1, rows[number].start - (len(whole) - len(row)))
             tokens[i, : len(row)] = row
             targets[i, start - 1 : len(row) - 1] = row[start:]  # position i predicts token i + 1
         # the last token is never an input, only a target
@@ -299,10 +286,12 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     calls this, under the model's autocast. A process computes its share of the batches, and all
     compute equally many, because the forward pass of a sharded model communicates."""
     config = model.config
-    data = load_rows(path, config.tokenizer, convention)
-    n = min(examples, len(data.labels))
+    rows, labels = load_rows(path, config.tokenizer, convention, examples)
+    n = len(labels)
     batch_tokens = BATCH_TOKENS[torch.device(device).type]
-    batches = make_batches(path, config.tokenizer, convention, config.block_size, n, batch_tokens)
+    batches = make_batches(
+        path, config.tokenizer, convention, config.block_size, examples, batch_tokens
+    )
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
@@ -316,9 +305,8 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     if world_size > 1:
         dist.all_reduce(losses)  # a row is zero in all processes but one
     # The lowest loss is the highest probability: the loss is minus its logarithm
-    sums = losses.double().cpu().view(n, 4).numpy()
-    means = sums / data.lengths[: 4 * n].reshape(n, 4)
-    labels = data.labels[:n]
+    sums = losses.cpu().double().view(n, 4).numpy()  # an MPS device has no float64
+    means = sums / np.array([row.length for row in rows]).reshape(n, 4)
     acc = int((sums.argmin(axis=1) == labels).sum())
     acc_norm = int((means.argmin(axis=1) == labels).sum())
     return Score(convention, n, acc, acc_norm)
@@ -343,24 +331,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--data", help="the validation file (default: downloaded once)")
     add("-n", "--examples", type=int, default=10**9, help="how many to score (default: all)")
     args = parser.parse_args(argv)
-    require(args.examples > 0, f"--examples is {args.examples}, expected at least 1")
+    most = 10**9
+    require(0 < args.examples <= most, f"--examples is {args.examples}, expected 1 to {most}")
     args.compile = False  # rows differ in length: every batch has another shape
     return args
-
-
-def fetch_once(run, path: str | None) -> Path:
-    """Fetch in the first process of a train_gpt2.Run, and after that in the others, which then find
-    the file. Raises UserError in every process where the first one failed."""
-    problem = ""
-    if run.rank == 0:
-        try:
-            fetch(path)
-        except (UserError, ConnectionError) as error:
-            problem = str(error)
-    # Without this the others would wait for the first process, and end with a traceback about it
-    problem = run.gather(problem)[0]
-    require(not problem, problem)
-    return fetch(path)
 
 
 def run_command(argv: list[str] | None) -> None:
@@ -369,7 +343,7 @@ def run_command(argv: list[str] | None) -> None:
 
     args = parse_args(argv)
     run = train_gpt2.setup_run(args)
-    model = train_gpt2.GPT.from_pretrained(args.model).to(run.device).eval()
+    model = train_gpt2.GPT.from_pretrained(args.model).to(run.device)
     path = fetch_once(run, args.data)
     for convention in CONVENTIONS:
         with run.eager():
@@ -380,16 +354,13 @@ def run_command(argv: list[str] | None) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command line shown at the top of this file and exit: 0 done, 2 for a mistake that the
     user can put right or a download that failed."""
+    import train_gpt2
+
     status = 0
     try:
         run_command(argv)
     except (UserError, ConnectionError) as error:
-        status = 2
-        if int(os.environ.get("RANK", 0)) > 0:
-            # The first process prints the same line, and meanwhile torchrun ends this one. A line
-            # that only this process has is printed after that
-            time.sleep(3)  # seconds; torchrun looks at its processes ten times a second
-        print(f"hellaswag.py: {error}", file=sys.stderr)
+        status = train_gpt2.report(error, 2, "hellaswag.py")
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)

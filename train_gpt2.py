@@ -33,16 +33,23 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 from zipfile import ZipFile, is_zipfile
 from zlib import crc32
+
+# GOMP_SPINCOUNT says for how many rounds of a loop PyTorch's CPU threads wait for each other before
+# they sleep. With Linux's default, 300,000, a step takes half as long again if another program uses
+# one of 2 cores. With 1,000 it does not, and alone it takes no longer. The variable must be set
+# before torch is imported
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import torch
@@ -73,11 +80,12 @@ except ImportError:
 # -----------------------------------------------------------------------------
 # the model
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). The left column has shapes
-# of GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. The right column has shapes
-# of GPT-3 from table 2.1 of its paper, and c384 from llm.c. Two shapes of the table cannot be right
-# and are corrected: 2048 channels do not divide into 24 heads, nor 5140 channels into heads of 128.
-# All learning rates follow the table.
+# name: (layers, heads, channels, context in tokens, peak learning rate). Names with d are shapes of
+# GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. Names with gpt3 are shapes of
+# GPT-3 from table 2.1 of its paper, and c384 from llm.c. tiny is the quickstart's. Two shapes of
+# the table cannot be right and are corrected: 2048 channels do not divide into 24 heads, nor 5140
+# channels into heads of 128. The learning rates follow the table; a size that it lacks has the rate
+# of a similar one
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),
     "d6": (6, 6, 384, 1024, 6e-4),        "gpt3:c384": (6, 6, 384, 2048, 6e-4),
@@ -94,12 +102,12 @@ SIZES = {
 
 @dataclass
 class GPTConfig:
-    """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M. A
-    checkpoint keeps its config; a field that it lacks gets the default."""
+    """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M.
+    Checkpoints hold it. A field that an older checkpoint lacks gets its default."""
 
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads of a block
+    n_embd: int = 768  # C, the channels of the residual stream
     block_size: int = 1024  # the context: how many tokens the model can attend to
     vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
     tokenizer: str = "gpt2"
@@ -117,7 +125,7 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor, cache: list[Tensor] | None = None) -> Tensor:
-        B, T, C = x.shape
+        B, T, C = x.shape  # T is 1 where a cache continues
         hs = C // self.n_head  # channels of a head
         q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
         q = q.view(B, T, self.n_head, hs).transpose(1, 2)  # (B, nh, T, hs)
@@ -135,7 +143,7 @@ class CausalSelfAttention(nn.Module):
         # this function scales by 1 / sqrt(hs), takes the softmax and multiplies by v
         y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # (B, nh, T, hs)
         y = y.transpose(1, 2).reshape(B, T, C)  # put the heads side by side again
-        return self.c_proj(y)
+        return self.c_proj(y)  # mixes the heads
 
 
 class MLP(nn.Module):
@@ -144,7 +152,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # 4 C channels, as in GPT-2
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # init_weights knows this name
+        # init_weights looks for this name
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         # GPT-2 was trained with the tanh approximation of GELU
@@ -227,16 +236,18 @@ class GPT(nn.Module):
 
         With targets (B, T) int64, return the cross entropy in nats instead: the mean over tokens,
         or with reduction="none" one value per token, (B, T). Targets of -1 do not count. A cache is
-        a list with one list per layer, empty at first. Each call adds keys and values to it, (B,
-        nh, T, hs) each, and the next call continues the tokens of the calls before it."""
-        start = cache[0][0].size(2) if cache and cache[0] else 0  # tokens in the cache
+        a list with one list per layer, empty at first. Each call appends its tokens' keys and
+        values, (B, nh, T, hs), to each layer's list. A later call has T = 1: one token that follows
+        all cached ones."""
+        # The cache holds all earlier tokens, so their number is the position of the next one
+        start = cache[0][0].size(2) if cache and cache[0] else 0
         pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
         # What a token is and where it stands are added up in the same C channels
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
-        # Under bfloat16 autocast, keep the residual stream in bfloat16 too: additions and
-        # LayerNorms are limited by memory bandwidth, so this saves 5% of the time at equal loss.
-        # Under float16 autocast it stays in float32, because its sum could exceed float16's largest
-        # number, 65504
+        # Under bfloat16 autocast (Run.autocast), keep the residual stream in bfloat16 too:
+        # additions and LayerNorms are limited by memory bandwidth, so this saves 5% of the time at
+        # equal loss. Under float16 autocast it stays in float32, because its sum could exceed
+        # float16's largest number, 65504
         device = x.device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16:
             x = x.bfloat16()
@@ -246,7 +257,7 @@ class GPT(nn.Module):
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x, cache[i] if cache else None)
-        # Autocast lets LayerNorm return float32; the fused loss needs the residual stream's dtype
+        # Autocast lets LayerNorm return float32, but the loss kernel of appendix A takes bfloat16
         x = self.transformer.ln_f(x).to(x.dtype)
         V = self.config.vocab_size
         if targets is None:
@@ -258,23 +269,31 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
-        """Return the pretrained model of this name, for example "gpt2", or of whatever else
-        load_source knows. hellaswag.py and the notebook use it."""
+        """Return a pretrained model in evaluation mode. `name` is whatever --init_from takes, such
+        as "gpt2". hellaswag.py and play.ipynb use this."""
         source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
         model.load_weights(source["model"])
         return model.eval()
 
+    def weight_names(self) -> list[str]:
+        """Return the names of what a checkpoint holds of this model: its state dict, but a tied
+        matrix only once, under the name that named_parameters gives it."""
+        once = {name for name, _ in [*self.named_parameters(), *self.named_buffers()]}
+        return [name for name in self.state_dict() if name in once]
+
     def check_weights(self, weights: dict[str, Tensor]) -> None:
-        """Raise UserError unless the weights have the names and shapes of this model's parameters.
-        They contain a tied matrix once, under the name that named_parameters gives it."""
-        expected = {name: p.shape for name, p in self.named_parameters()}
+        """Raise UserError unless the weights have this model's weight_names, and their shapes."""
+        state = self.state_dict()
+        expected = {name: state[name].shape for name in self.weight_names()}
         found = {name: p.shape for name, p in weights.items()}
-        differing = sorted(expected.items() ^ found.items())  # pairs that only one side has
-        require(not differing, f"weights of another model: {differing[:2]} differ")
+        only_here = sorted(expected.items() - found.items())[:2]
+        only_there = sorted(found.items() - expected.items())[:2]
+        differing = f"expected {only_here}, found {only_there}"
+        require(expected == found, f"weights of another model: {differing}")
 
     def load_weights(self, weights: dict[str, Tensor]) -> None:
-        """Copy weights, by parameter name, into the model."""
+        """Copy weights, by name, into the model."""
         self.check_weights(weights)
         # Not strict, because the second name of a tied matrix is missing
         self.load_state_dict(weights, strict=False)
@@ -295,6 +314,7 @@ class GPT(nn.Module):
             elif optimizer == "adamw" or ".h." not in name:
                 matrices.append(p)
             elif name.endswith("c_attn.weight"):
+                assert p.size(0) == 3 * p.size(1)  # Muon cuts it into three equal parts
                 qkv.append(p)
             else:
                 hidden.append(p)
@@ -307,8 +327,8 @@ class GPT(nn.Module):
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         if optimizer == "adamw":
             return [adamw]
-        # c_attn is three matrices on top of each other, for q, k and v. Orthogonalized as one, the
-        # largest of them would take most of the update
+        # c_attn is three matrices on top of each other, for q, k and v. If they were made
+        # orthogonal as one matrix, the largest of them would take most of the update
         groups = [{"params": hidden, "stacked": 1}, {"params": qkv, "stacked": 3}]
         return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
 
@@ -317,8 +337,9 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> 
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T with targets (N,)
     int64, for x (N, C) and weight (padded V, C). Columns from V on are padding and get probability
     0. A target of -1 gives a loss of 0."""
+    # Appendix A computes the same, but faster. Delete these two lines to change the loss
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
-        return FusedCrossEntropy.apply(x, weight, targets, V)  # the same, faster: appendix A
+        return FusedCrossEntropy.apply(x, weight, targets, V)
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
     # Keep the padded columns out of the softmax: the logits of OpenAI's GPT-2 are often near -40,
     # so padded logits of 0 would take nearly all of the probability. Mask the columns rather than
@@ -337,12 +358,13 @@ def next_token(
 ) -> Tensor:
     """Draw one token per row of logits (B, V) float32, from the row's top_k most likely tokens, or
     from all tokens if top_k is 0. Return the tokens, (B, 1) int64."""
-    logits = logits.nan_to_num()  # samples of a diverged model must not end the run
     if temperature == 0:  # greedy: the most likely token
         return logits.argmax(dim=-1, keepdim=True)
     k = min(top_k or math.inf, logits.size(-1))
     values, tokens = logits.topk(k)  # (B, k) each, the most likely first
-    probs = F.softmax(values / temperature, dim=-1)  # below 1 it favours the likely tokens
+    # A temperature below 1 favours the likely tokens. A diverged model has logits of nan, on which
+    # multinomial would fail
+    probs = F.softmax((values / temperature).nan_to_num(), dim=-1)
     choice = torch.multinomial(probs, 1, generator=generator)  # (B, 1), a rank below k
     return tokens.gather(-1, choice)  # the token of that rank
 
@@ -365,12 +387,13 @@ def generate(model: GPT, tokens: Tensor, args: Namespace) -> Tensor:
         if tokens.size(1) > args.seq_len:
             logits = model(tokens[:, -args.seq_len :])  # (B, T, V)
         else:
-            logits = model(uncached, cache=cache)
+            logits = model(uncached, cache=cache)  # (B, 1, V) after the first call
         uncached = next_token(logits[:, -1], args.temperature, args.top_k, generator)
         # What a row draws after its <|endoftext|> is thrown away
         ended = (tokens[:, prompt_length:] == eot).any(dim=1, keepdim=True)  # (B, 1)
         tokens = torch.cat((tokens, uncached.masked_fill(ended, eot)), dim=1)
-        if (tokens[:, -1] == eot).all():
+        # Several processes do not stop early: a sharded model needs all of them in every step
+        if (tokens[:, -1] == eot).all() and not dist.is_initialized():
             break
     return tokens
 
@@ -395,26 +418,6 @@ def reading(path: Path | str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {reason}") from error
 
 
-def read_meta(data_dir: str) -> dict:
-    """Return tokenizer, vocab_size and eot from the folder's meta.json, {} if it has none and so
-    holds GPT-2 tokens. Raises UserError if fineweb.py has not finished the folder."""
-    path = Path(data_dir) / "meta.json"  # written by fineweb.py
-    # fineweb.py --part leaves one of these for each part, until --merge makes them one dataset
-    parts = list(Path(data_dir).glob("meta-*.json"))
-    if not path.exists():
-        require(not parts, f"{data_dir} holds parts: `python fineweb.py --merge --out {data_dir}`")
-        return {}
-    with reading(path):
-        meta = json.loads(path.read_text())
-        # Only fineweb.py writes its progress; a file written by hand has none
-        is_done = meta.get("progress", {}).get("done", True)
-        require(is_done, "the shards are still being built: run fineweb.py again to finish them")
-        V, eot = meta["vocab_size"], meta["eot"]
-        is_valid = isinstance(V, int) and isinstance(eot, int) and 0 <= eot < V <= 2**16
-        require(is_valid, f"vocab_size {V} and eot {eot} do not fit tokens of 16 bits")
-        return {"tokenizer": str(meta["tokenizer"]), "vocab_size": V, "eot": eot}
-
-
 def read_shard(path: Path) -> np.ndarray:
     """Return the tokens of a shard, (n,) uint16, memory-mapped. A shard is a .npy file or one of
     llm.c's .bin files. Raises UserError if the file is damaged or is not a shard."""
@@ -432,12 +435,10 @@ def read_shard(path: Path) -> np.ndarray:
         return tokens
 
 
-def read_tokens(shard: np.ndarray, start: int, count: int) -> np.ndarray:
+def read_tokens(shard: np.memmap, start: int, count: int) -> np.ndarray:
     """Return `count` tokens of a shard, (count,) uint16, or fewer if the file has become shorter.
     While training, files are read and not mapped: a mapped file that somebody truncates would end
     the process with SIGBUS, without a word."""
-    if not isinstance(shard, np.memmap):
-        return shard[start : start + count]
     with reading(shard.filename):  # it may have been deleted
         offset = shard.offset + 2 * start  # bytes
         return np.fromfile(shard.filename, np.uint16, count, offset=offset)
@@ -449,28 +450,12 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
         if path.suffix in (".npy", ".bin") and path.is_file():
-            # A file in both splits would be validated on what it was trained on
+            # Such a file would be in both splits, and the model validated on what it has learned
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
             shards[path.name] = read_shard(path)
     require(bool(shards), f"{data_dir} holds no {split} shards (.npy, .bin); {HOW_TO_GET_DATA}")
     return shards
-
-
-def identify(shards: dict[str, np.ndarray]) -> dict[str, str]:
-    """Return data, a line that differs if any name or length differs, and data_sample, which
-    differs if one of 16 pieces of a shard's content does. --resume compares them with the
-    checkpoint's."""
-    # Reading all of 20 GB would take minutes; names, sizes and a sample take milliseconds
-    sizes = {name: len(tokens) for name, tokens in shards.items()}
-    checksum = crc32(repr(list(sizes.items())).encode())
-    sample = 0
-    for tokens in shards.values():
-        for piece in range(16):
-            start = piece * len(tokens) // 16
-            sample = crc32(tokens[start : start + 256].tobytes(), sample)
-    data = f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
-    return {"data": data, "data_sample": f"{sample:08x}"}
 
 
 @lru_cache(maxsize=8)
@@ -496,10 +481,10 @@ class DataLoaderLite:
     and the windows inside each shard; without one, the order is that of the files."""
 
     shards: dict[str, np.ndarray]  # tokens by file name
-    B: int
-    T: int
-    V: int
-    seed: int | None
+    B: int  # windows in a batch
+    T: int  # inputs in a window
+    V: int  # every token is below it
+    seed: int | None  # None: no shuffling
     run: "Run"
 
     def __post_init__(self):
@@ -519,8 +504,8 @@ class DataLoaderLite:
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, (B, T) int64 each, on the device. If a shard has been damaged
-        since the start, note it in self.damage and return zeros. The caller must not use what it
-        computes from them, but it does compute: all processes leave the training loop together."""
+        since the start, note it in self.damage and return zeros. The caller computes with them all
+        the same, so that all processes leave the training loop together, and drops the result."""
         try:
             x, y = self.pending.result()
         except UserError as error:  # raised in the thread
@@ -564,6 +549,20 @@ class DataLoaderLite:
         return tokens
 
 
+def open_data(
+    args: Namespace, config: GPTConfig, run: "Run"
+) -> tuple[DataLoaderLite, DataLoaderLite]:
+    """Return the loaders of the training data and of the validation data."""
+    B, T, V = args.batch_size, args.seq_len, config.vocab_size
+    train_shards = open_shards(args.data_dir, "train")
+    val_shards = train_shards  # without validation, a stand-in that is never used
+    if args.val_every:
+        val_shards = open_shards(args.data_dir, "val")
+    seed = args.seed if args.shuffle else None
+    train_loader = DataLoaderLite(train_shards, B, T, V, seed, run)
+    return train_loader, DataLoaderLite(val_shards, B, T, V, None, run)
+
+
 def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
     """Return how many windows of T + 1 tokens, overlapping by one, each shard has, (n,) int64."""
     counts = np.array([max(0, len(tokens) - 1) // T for tokens in shards.values()])
@@ -575,9 +574,9 @@ def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
 # the learning rate, and which updates to skip
 
 
-# t goes from 0, at the end of the warmup, to 1, at the end of the run. Each function returns where
-# the learning rate is between min_lr (0) and max_lr (1). Add a function here to add a schedule. wsd
-# stands for warmup, stable, decay (arXiv:2405.18392)
+# t goes from 0, at the end of the warmup, to 1, at the end of the run. Each function returns a
+# share of the way from min_lr to max_lr: 0 is min_lr, and 1 is max_lr. Add a function here to add a
+# schedule. wsd stands for warmup, stable, decay (arXiv:2405.18392)
 SCHEDULES = {
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     "linear": lambda t: 1 - t,
@@ -594,35 +593,45 @@ def get_lr(step: int, args: Namespace) -> float:
     return args.min_lr + SCHEDULES[args.schedule](t) * (args.max_lr - args.min_lr)
 
 
-def z_score(window: list[float], value: float) -> float:
-    """Append value to the window, which keeps the last 128 values, and return how many standard
-    deviations it is above their mean. Return nan if the window was not full before or its values
-    are all equal. Return nan for a value that is not finite, too, and do not append it. The caller
-    tests `limit < z`, which is false for nan, so nan never marks an outlier. Source: llm.c."""
-    if not math.isfinite(value):
-        return math.nan
-    was_full = len(window) == 128
-    window.append(value)
-    del window[:-128]
-    deviation = float(np.std(window))  # of the last 128 values, this one included
-    if not was_full or deviation == 0:
-        return math.nan
-    return (value - float(np.mean(window))) / deviation
+def judge(values: Tensor, recent: Tensor, args: Namespace) -> tuple[Tensor, Tensor]:
+    """Return whether to skip the update of a step, () bool, and the new `recent`.
+
+    `values` (4,) float32 has the loss, the gradient norm, and alarms for a signal and for damaged
+    data. `recent` (2, 128) float32 has the last 128 losses and norms, nan where there are none yet.
+    An update is skipped if data is damaged, if loss or norm is not finite, or if one of them is an
+    outlier: it exceeds the mean of its last 128 values by more than --skip_loss_z or --skip_grad_z
+    standard deviations. All of this is computed on the GPU, so that Python need not wait for it.
+    Source: llm.c."""
+    latest = values[:2]  # loss and norm
+    is_sound = latest.isfinite().all() & (values[3] == 0)
+    longer = torch.cat((recent[:, 1:], latest[:, None]), dim=1)  # (2, 128)
+    deviations, means = torch.std_mean(longer, dim=1, correction=0)  # (2,) each
+    # A z-score is nan until there are 128 values, and if all are equal. nan > limit is False
+    z_loss, z_norm = (latest - means) / deviations
+    is_outlier = z_loss > (args.skip_loss_z or math.inf)
+    is_outlier |= z_norm > (args.skip_grad_z or math.inf)
+    # `recent` takes in outliers too, but neither value of a step that is not sound
+    return ~is_sound | is_outlier, torch.where(is_sound, longer, recent)
 
 
 # -----------------------------------------------------------------------------
 # devices, precision, processes
 
 
-def first_given(*values):
-    """Return the first value that is not None. 0 and False are values that were given."""
-    return next(value for value in values if value is not None)
+def first_given(value, default):
+    """Return the value, or the default if it is None. 0 and False are values that were given."""
+    return default if value is None else value
+
+
+def is_main() -> bool:
+    """Return whether this process is the first or the only one, which prints and writes files."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print0(*lines: str) -> None:
     """Print lines from the first process only, without buffering. Output that nobody reads any
     more, after `| head` or a closed terminal, never ends a run: from then on it goes nowhere."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         try:
             print(*lines, sep="\n", flush=True)
         except OSError:
@@ -636,9 +645,10 @@ class Run:
 
     device: torch.device
     dtype: str  # bfloat16, float16, tf32 or float32
-    compile: bool
-    rank: int
-    world_size: int
+    compile: bool  # whether training and validation run compiled
+    rank: int  # of this process; 0 prints and writes files
+    world_size: int  # the number of processes
+    runs_ahead: bool = False  # Python starts a step before it has the last one's results
 
     def autocast(self) -> torch.autocast:
         """Return the context in which matrix products and attention run in 16 bits, if dtype asks
@@ -657,33 +667,47 @@ class Run:
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all processes, bit for bit the same in each. `values` is
-        overwritten. Reading the result on the CPU waits until every process has made this call, so
-        the program needs no other barrier."""
+        overwritten. Reading the result on the CPU waits until every process has made this call:
+        the training loop does so for every step, and therefore needs no other barrier."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values / self.world_size
 
+    def mark(self) -> "torch.cuda.Event | float":
+        """Return a mark that the device reaches when it has done all that it was told so far."""
+        if self.device.type != "cuda":  # Python reads each result before it goes on
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+        """Wait until the device reaches the mark `end`. Return the seconds since `begin`."""
+        if self.device.type != "cuda":
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
     def agree(self, condition: bool) -> bool:
-        """Return whether the condition holds in every process."""
+        """Return whether the condition holds in every process. They wait for each other."""
         return self.mean(torch.tensor(float(condition), device=self.device)).item() == 1
 
-    def gather(self, text: str) -> list[str]:
-        """Return the texts of all processes, the same list in each."""
-        texts = [text]
+    def gather(self, value) -> list:
+        """Return the values of all processes, the same list in each."""
+        values = [value] * self.world_size
         if self.world_size > 1:
-            texts = [""] * self.world_size
-            dist.all_gather_object(texts, text)
-        return texts
+            dist.all_gather_object(values, value)
+        return values
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
         """Let the first process run the `with` block before the others do, so that it can make
         files that they only read. If it fails, torchrun ends the others."""
-        if self.rank > 0:
-            self.agree(True)  # wait for the first process
-        yield
         if self.rank == 0:
-            self.agree(True)  # let the others go on
+            yield
+        self.agree(True)  # the others wait here for the first
+        if self.rank > 0:
+            yield
 
 
 def local(p: Tensor) -> Tensor:
@@ -695,6 +719,14 @@ def local(p: Tensor) -> Tensor:
 def gathered(p: Tensor) -> Tensor:
     """Return the whole of a tensor, sharded or not. Every process must call this."""
     return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def cut_local(whole: Tensor, p: Tensor) -> Tensor:
+    """Cut a whole tensor in the way that p is sharded, and return this process's part."""
+    if not isinstance(p, DTensor):
+        return whole
+    # src_data_rank=None: every process has the whole and cuts it, so that nothing is sent
+    return distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None).to_local()
 
 
 def setup_run(args: Namespace) -> Run:
@@ -709,7 +741,9 @@ def setup_run(args: Namespace) -> Run:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability(device)
-    require(rank < world_size, f"RANK is {rank} and WORLD_SIZE {world_size}: start it by torchrun")
+    require(
+        rank < world_size, f"RANK is {rank} and WORLD_SIZE {world_size}: start it with torchrun"
+    )
     if world_size > 1:
         # A restarted group must not find the addresses that the dead group left in torchrun's store
         store, rank, world_size = next(dist.rendezvous("env://"))  # as torchrun has set it
@@ -735,7 +769,8 @@ def setup_run(args: Namespace) -> Run:
     torch.compiler.config.cache_key_tag = dtype
     # Compilation fuses small operations into few kernels, which saves memory traffic
     can_compile = capability >= (7, 0) and triton is not None
-    return Run(device, dtype, first_given(args.compile, can_compile), rank, world_size)
+    compile = first_given(args.compile, can_compile)
+    return Run(device, dtype, compile, rank, world_size, runs_ahead=device.type == "cuda")
 
 
 def choose_device(name: str) -> torch.device:
@@ -758,7 +793,7 @@ def choose_device(name: str) -> torch.device:
 
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 # the fields of State that a checkpoint holds as they are
-PROGRESS = {"step", "position", "skipped", "loss_window", "norm_window"}
+PROGRESS = {"step", "position", "skipped"}
 
 
 @dataclass
@@ -767,19 +802,20 @@ class State:
     continues bit for bit."""
 
     model: GPT
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-    # The training loop changes these together, after each update, so that it can save at any time
+    optimizers: list[torch.optim.Optimizer]  # each has parameters of its own
+    scaler: torch.amp.GradScaler  # of float16's losses
+    recent: Tensor  # (2, 128), the losses and norms of the last 128 steps, see judge
+    # finish_update changes these together. A save waits until it has done so for every update
     step: int = 0  # updates done
     position: int = 0  # windows used
     skipped: int = 0  # updates skipped in a row
-    loss_window: list[float] = field(default_factory=list)  # of z_score
-    norm_window: list[float] = field(default_factory=list)
 
     def restore(self, checkpoint: dict) -> None:
         """Continue from a checkpoint, whose weights the model already has."""
         for name in PROGRESS & checkpoint.keys():  # older checkpoints lack some
-            setattr(self, name, copy(checkpoint[name]))
+            setattr(self, name, checkpoint[name])
+        if "recent" in checkpoint:
+            self.recent = checkpoint["recent"].to(self.recent.device)
         if checkpoint["scaler"]:  # empty unless the run used float16
             self.scaler.load_state_dict(checkpoint["scaler"])
         saved = checkpoint["optimizer"]
@@ -788,6 +824,18 @@ class State:
             for old, group in zip(saved["param_groups"], groups, strict=True):
                 old["weight_decay"] = group["weight_decay"]  # which the flags decide
             dcp.set_optimizer_state_dict(self.model, self.optimizers, saved, options=FULL)
+
+
+def make_state(model: GPT, args: Namespace, run: Run) -> State:
+    """Return the state before the first update of the model."""
+    optimizers = model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
+    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
+    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
+    # skipped and the factor is halved; after 2000 good steps it is doubled. It is off for other
+    # dtypes
+    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
+    recent = torch.full((2, 128), math.nan, device=run.device)
+    return State(model, optimizers, scaler, recent)
 
 
 def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
@@ -800,21 +848,21 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
         raise FloatingPointError(f"{where}; {last_good(args)}")
     checkpoint = {
         "model": dcp.get_model_state_dict(state.model, options=FULL),
-        "optimizer": {},  # before the first update, when PyTorch would make a state by a step
+        "optimizer": {},  # empty before the first update, when PyTorch would do a step to make one
         "scaler": state.scaler.state_dict(),
         **{name: getattr(state, name) for name in PROGRESS},
+        "recent": state.recent.cpu(),
         "config": asdict(state.model.config),  # these two rebuild the model and the run
         "args": vars(args),
-        "world_size": run.world_size,  # if it differs, --resume chooses B again
+        "hardware": [run.world_size, run.device.type],  # if it differs, --resume chooses B again
         **rest,
     }
     if any(optimizer.state for optimizer in state.optimizers):
         checkpoint["optimizer"] = dcp.get_optimizer_state_dict(
             state.model, state.optimizers, options=FULL
         )
+    names = state.model.weight_names()
     if run.rank == 0:
-        # The state dict lists a tied matrix under both names, named_parameters lists it once
-        names = [name for name, _ in state.model.named_parameters()]
         checkpoint["model"] = {name: checkpoint["model"][name] for name in names}
         path = Path(args.log_dir, f"model_{state.step:05d}.pt")
         try:
@@ -850,29 +898,6 @@ def list_checkpoints(log_dir: str) -> list[Path]:
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-def find_checkpoint(args: Namespace) -> dict:
-    """Return the newest readable checkpoint with --resume, or {} for a run that starts from the
-    beginning. Raises UserError if log_dir holds a run and the flags do not say what to do with
-    it."""
-    paths = list_checkpoints(args.log_dir)
-    if not args.resume:
-        is_free = not paths and not Path(args.log_dir, "log.txt").exists()
-        choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
-        require(is_free or args.overwrite, f"{args.log_dir} holds a run: {choice}")
-        return {}
-    for path in reversed(paths):
-        try:  # a power failure can damage the newest file
-            checkpoint = load_checkpoint(path)
-            missing = {"step", "position", "optimizer", "scaler", "data"} - checkpoint.keys()
-            require(not missing, f"{path} has no {missing}")
-            return checkpoint
-        except UserError as error:
-            print0(f"warning: {error}; trying the checkpoint before it")
-    # Without any checkpoint --resume starts a new run, so that one command serves every start
-    require(not paths, f"no checkpoint in {args.log_dir} can be read; --overwrite deletes them all")
-    return {}
-
-
 def prune(state: State, args: Namespace, run: Run) -> None:
     """Delete all but the newest args.keep checkpoints, or none if args.keep is 0. While updates are
     skipped, delete none: the run may be diverging, and its older checkpoints the last good ones."""
@@ -901,20 +926,19 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
     least one and at most all. These windows are the same for every B and number of processes."""
     model.eval()
     loader.reset()
-    windows = min(max(1, tokens // loader.T), loader.windows)
+    windows = min(max(1, tokens // loader.T), loader.windows)  # of all processes together
     rows = run.rank * loader.B + torch.arange(loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
     for first in range(0, windows, loader.B * run.world_size):
         x, y = loader.next_batch()
-        # Every process computes the same number of batches. Rows beyond the last window do not
-        # count
+        # Rows beyond the last window do not count
         y = y.masked_fill(first + rows >= windows, -1)
         with run.autocast():  # the same shapes as in training, so the compiled model serves
             sums.append(model(x, y, reduction="none").sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
     total = torch.stack(sums).cpu().double().sum().float().to(run.device)
     if loader.damage:
-        total += math.nan
+        total += math.nan  # which every process then sees in the mean
     model.train()
     return run.mean(total).item() * run.world_size / (windows * loader.T)
 
@@ -924,13 +948,11 @@ def find_hellaswag(args: Namespace, run: Run) -> Path | None:
     downloaded."""
     if args.hellaswag_every == 0:
         return None
-    path = None
-    with run.main_first():
-        try:
-            path = hellaswag.fetch()
-        except ConnectionError as error:
-            print0(f"note: HellaSwag is skipped: {error}")
-    return path if run.agree(path is not None) else None
+    try:
+        return hellaswag.fetch_once(run)
+    except ConnectionError as error:
+        print0(f"note: HellaSwag is skipped: {error}")
+        return None
 
 
 def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
@@ -960,7 +982,7 @@ def print_samples(model: GPT, args: Namespace, run: Run) -> None:
     model.train()
     for i, row in enumerate(rows):
         text = tokenizer.decode(row).split("<|endoftext|>")[0]
-        print0(f"sample {i}: {args.prompt}{text}")
+        print0(f"sample {i}: {args.prompt}{text}".rstrip())
 
 
 # -----------------------------------------------------------------------------
@@ -998,18 +1020,23 @@ def peak_tokens_per_second(model: GPT, T: int, run: Run) -> float | None:
 class Log:
     """log.txt in log_dir, written by the first process. A record is a line: step, stream, value."""
 
-    def __init__(self, args: Namespace, start: int, run: Run):
-        """Open the log. Records of step `start` and later are removed, because the run writes them
-        again. With --overwrite, first delete the run in log_dir."""
+    def __init__(self, args: Namespace, start: int, model: GPT, run: Run):
+        """Put log_dir in order and open the log, without its records of step `start` and later,
+        which the run writes again. With --overwrite, delete the old run."""
+        self.args = args
+        self.start = start
+        self.peak = peak_tokens_per_second(model, args.seq_len, run)
         self.file = None
         if run.rank > 0:
             return
         path = Path(args.log_dir, "log.txt")
         if args.overwrite:
+            if path.exists():
+                print0(f"replacing the run in {args.log_dir}")
             for old in [*list_checkpoints(args.log_dir), path]:
                 old.unlink(missing_ok=True)
         for unreadable in list_checkpoints(args.log_dir):
-            if int(unreadable.stem[6:]) > start:  # --resume passed it over; it must not count
+            if int(unreadable.stem[6:]) > start:  # by this name it would count as the newest
                 unreadable.rename(f"{unreadable}.damaged")
         for partial in path.parent.glob("model_*.pt.*.tmp"):  # left behind by a killed process
             partial.unlink()
@@ -1019,12 +1046,31 @@ class Log:
             file.writelines(line for line in lines if is_record_before(line, start))
         # An unbuffered file gets every record in a single write, so a killed run leaves whole ones
         self.file = open(path, "ab", buffering=0)  # noqa: SIM115
+        if start == 0:  # readers of the log need these to count tokens and to compare losses
+            tokens, V = args.total_batch_size, model.config.vocab_size
+            self.record(0, total_batch_size=str(tokens), vocab_size=str(V))
 
     def record(self, step: int, **values: str) -> None:
         """Append a record for each stream=value."""
         lines = [f"{step} {stream} {value}\n" for stream, value in values.items()]
         if self.file:
             self.file.write("".join(lines).encode())
+
+    def record_evaluation(self, step: int, stream: str, value: float, line: str) -> None:
+        """Append the record of an evaluation, and print a line about it."""
+        self.record(step, **{stream: f"{value:.4f}"})
+        print0(f"step {step:5d}/{self.args.max_steps} | {line}")
+
+    def record_step(self, step: int, loss: float, norm: float, lr: float, dt: float) -> str:
+        """Append the records of an update that took dt seconds. Return them as a line to read."""
+        ms = f"{1000 * dt:.2f}"
+        self.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
+        line = f"step {step:5d}/{self.args.max_steps} | loss: {loss:.6f} | lr {lr:.4e}"
+        tokens_per_second = self.args.total_batch_size / dt
+        line += f" | norm: {norm:.4f} | dt: {ms}ms | tok/sec: {tokens_per_second:.0f}"
+        if self.peak is not None:
+            line += f" | mfu: {100 * tokens_per_second / self.peak:.1f}%"
+        return line
 
 
 def is_record_before(line: bytes, start: int) -> bool:
@@ -1037,29 +1083,32 @@ def is_record_before(line: bytes, start: int) -> bool:
 # training
 
 
-def catch_signals() -> list[int]:
-    """Return a list to which SIGTERM and SIGINT are appended when they arrive. The second signal of
-    a kind ends the program at once."""
-    received = []
-    note = b"\nSaving a checkpoint after this step. The same signal again ends the run at once.\n"
-
-    def catch(signum, frame):
-        received.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
-        if os.environ.get("RANK", "0") == "0":
-            with suppress(OSError):  # nobody reads stderr
-                os.write(2, note)  # print is not safe in a signal handler
-
-    # SIGTERM comes from a scheduler or kill, SIGINT from Ctrl-C
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, catch)
-    return received
-
-
-def is_due(step: int, every: int, args: Namespace) -> bool:
-    """Return whether something that happens every `every` steps is due. 0 means never; anything
-    else is also due after the last update."""
-    return every > 0 and (step % every == 0 or step == args.max_steps)
+@torch.no_grad()
+def shard(whole: GPT, args: Namespace, run: Run) -> GPT:
+    """Return a sharded model with the weights that `whole` has in the first process. In the others,
+    `whole` has only shapes."""
+    with torch.device("meta"):
+        model = GPT(whole.config, args.recompute)
+    # FSDP2 leaves each GPU a part of every parameter, of its gradient and of its optimizer state,
+    # and gathers the weights of a block when they are needed. --zero 2 keeps them gathered until
+    # the backward pass; --zero 3 frees them after the forward pass and gathers them again. The last
+    # call takes the parameters outside the blocks, such as the tied matrix
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
+    for part in [*model.transformer.h, model]:
+        if run.compile and part is not model:
+            part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
+        fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
+    model.to_empty(device=run.device)  # memory for this process's parts
+    # Only shapes, except in the first process. GPT-2 has no buffers, but a fork may have some
+    weights = dict(whole.named_parameters()) | dict(whole.named_buffers())
+    # One after another, so that no GPU holds all of them
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        weight = torch.empty(p.shape, dtype=p.dtype, device=run.device)
+        if run.rank == 0:
+            weight.copy_(weights[name])
+        dist.broadcast(weight, src=0)
+        local(p).copy_(cut_local(weight, p))
+    return model
 
 
 def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tuple[GPT, nn.Module]:
@@ -1067,23 +1116,17 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
     several processes have a copy each. Evaluation and checkpoints use the former."""
     # The weights are drawn on the CPU, so that a seed gives the same ones on every device. After
     # that PyTorch's global generator is not used: there is no dropout, and the data order and the
-    # samples have generators of their own. So a checkpoint needs no random state. (A fork with
-    # dropout stays exact if each step begins with a torch.manual_seed of its own, made of the seed,
-    # the step and the rank)
+    # samples have generators of their own. So a checkpoint needs no random state. A fork with
+    # dropout stays exact, on the same number of processes, if every step begins with
+    # torch.manual_seed(hash((args.seed, step, run.rank)))
     torch.manual_seed(args.seed)
-    model = GPT(config, args.recompute)
-    if source:  # the checkpoint to resume, or the model of --init_from
+    is_whole = run.rank == 0 or not args.zero
+    with torch.device("cpu" if is_whole else "meta"):  # meta: shapes without memory
+        model = GPT(config, args.recompute)
+    if source and is_whole:  # the checkpoint to resume, or the model of --init_from
         model.load_weights(source["model"])
     if args.zero:
-        # FSDP2 moves to each GPU a part of every parameter; gradients and optimizer state have the
-        # same parts. It gathers the weights of a block when they are needed. --zero 2 keeps them
-        # from the forward to the backward pass; 3 frees them after each, and gathers them twice.
-        # The last call takes what is not in a block, the tied matrix among it
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
-        for part in [*model.transformer.h, model]:
-            if run.compile and part is not model:
-                part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
-            fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
+        model = shard(model, args, run)
         return model, model
     model.to(run.device)
     if run.compile:
@@ -1096,67 +1139,102 @@ def make_model(config: GPTConfig, source: dict, args: Namespace, run: Run) -> tu
     return model, DDP(model, gradient_as_bucket_view=True)
 
 
+def is_due(step: int, every: int, args: Namespace) -> bool:
+    """Return whether something that happens every `every` steps is due. 0 means never; anything
+    else is also due after the last update."""
+    return every > 0 and (step % every == 0 or step == args.max_steps)
+
+
+def is_evaluated(step: int, args: Namespace) -> bool:
+    """Return whether the model is evaluated, saved or sampled from before update `step`."""
+    intervals = (args.val_every, args.hellaswag_every, args.sample_every, args.save_every)
+    return any(is_due(step, every, args) for every in intervals)
+
+
+class Update(NamedTuple):
+    """A step that the device has been told to compute. Its results may not have arrived yet."""
+
+    step: int  # its number, counted from 0
+    lr: float
+    position: int  # of the loader after it
+    results: Tensor  # (5,) float32: loss, norm, stop, damaged, skipped
+    begin: "torch.cuda.Event | float"  # from Run.mark
+    end: "torch.cuda.Event | float"
+
+
+def finish_update(update: Update, state: State, log: Log, args: Namespace, run: Run) -> bool:
+    """Wait for the results of an update, take them into the state and the log, and return whether
+    the run must stop: on a signal, or on damaged data, whose update does not count as done."""
+    dt = run.seconds(update.begin, update.end)
+    loss, norm, stop, damaged, skipped = update.results.tolist()
+    if damaged:
+        return True
+    # An update that was skipped has used up its data and its step all the same
+    state.step = update.step + 1
+    state.position = update.position
+    state.skipped = state.skipped + 1 if skipped else 0
+    line = log.record_step(update.step, loss, norm, update.lr, dt)
+    print0(f"{line} | update skipped" if skipped else line)
+    if state.skipped >= 20:  # float16's scaler may need 16 skips to halve 2**16 to 1
+        found = f"20 updates were skipped in a row, with loss {loss} and norm {norm}"
+        raise FloatingPointError(f"{found}; {last_good(args)}")
+    if update.step == log.start + 10:  # compilation and warming up are over
+        left = timedelta(seconds=round(dt * (args.max_steps - state.step)))
+        print0(f"about {left} left, without evaluation")
+    return stop > 0
+
+
 def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, run: Run) -> int:
-    """Train and return the exit status: 0, or 128 plus the number of the signal that ended it. The
-    next section decides the flags, and that the weights come from `source`, if it is not empty."""
-    # The data, which must be the checkpoint's, and the same for all processes
-    train_shards = open_shards(args.data_dir, "train")
-    data = identify(train_shards)
+    """Train and return the exit status: 0, 1 for damaged data, or 128 plus the number of a signal.
+    settle_args has decided the flags. `source` has the first weights, `checkpoint` is what to
+    resume. Either may be {}; when resuming, both are the same."""
+    train_loader, val_loader = open_data(args, config, run)
+    data = identify(train_loader.shards)
     check_run(args, data, checkpoint, run)
-    B, T, V = args.batch_size, args.seq_len, config.vocab_size
+    B, T = args.batch_size, args.seq_len
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
-    shuffle_seed = args.seed if args.shuffle else None
-    train_loader = DataLoaderLite(train_shards, B, T, V, shuffle_seed, run)
-    val_shards = train_shards  # never read if --val_every is 0
-    if args.val_every:
-        val_shards = open_shards(args.data_dir, "val")
-    val_loader = DataLoaderLite(val_shards, B, T, V, None, run)
     # Fetch what evaluation needs now, so that nobody waits for a download in mid-training
     hellaswag_file = find_hellaswag(args, run)
     if args.sample_every:
-        fineweb.get_tokenizer(config.tokenizer)
+        with run.main_first():
+            fineweb.get_tokenizer(config.tokenizer)
 
     # The model, and all else that the next step depends on
     raw_model, model = make_model(config, source, args, run)
-    optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
-    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
-    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
-    # skipped below and the factor is halved; after 2000 good steps it is doubled. It is off for
-    # other dtypes
-    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    state = State(raw_model, optimizers, scaler)
+    state = make_state(raw_model, args, run)
     if checkpoint:
         state.restore(checkpoint)
-    start = state.step
+    optimizers = state.optimizers
+    scaler = state.scaler
+    start = state.step  # 0 unless the run resumes
     train_loader.reset(state.position)
 
     # Once every process knows its first batch to be sound, everything has been checked, and
     # --overwrite may delete an earlier run
     train_loader.pending.result()
     run.agree(True)  # waits for all of them
-    log = Log(args, start, run)
-    if start == 0:  # what a step and a loss are, for whoever reads the log
-        log.record(0, total_batch_size=str(args.total_batch_size), vocab_size=str(V))
+    log = Log(args, start, raw_model, run)
     prune(state, args, run)  # an earlier process may have been killed before it did
-    print0(*describe(args, raw_model, data["data"], train_loader.windows, run))
-    peak = peak_tokens_per_second(raw_model, T, run)
-    signals = catch_signals()
+    print0(*describe(args, raw_model, data["data"], train_loader, val_loader, run))
+    if start:
+        print0(f"resumed at step {start}")
+    signals = catch_signals()  # empty until one arrives
+    unread = deque()  # updates whose results Python has not read yet
+    must_stop = False
     # One iteration more than there are updates: each begins with the evaluation of the model after
     # `step` updates, so that the last iteration evaluates the last update and then ends
     for step in range(start, args.max_steps + 1):
         # first the evaluation
-        counter = f"step {step:5d}/{args.max_steps}"
         val_loss = None  # stays None unless it is measured at this step
         if is_due(step, args.val_every, args):
             val_loss = validate(raw_model, val_loader, args.val_tokens, run)
-            print0(f"{counter} | val loss: {val_loss:.4f}")
-            log.record(step, val=f"{val_loss:.4f}")
+            log.record_evaluation(step, "val", val_loss, f"val loss: {val_loss:.4f}")
         if hellaswag_file and is_due(step, args.hellaswag_every, args):
             share, line = score_hellaswag(raw_model, hellaswag_file, run)
-            print0(f"{counter} | {line}")
-            log.record(step, hella=f"{share:.4f}")
-        # Samples of new weights would be noise; --max_steps 0 looks at a model without training it
-        if is_due(step, args.sample_every, args) and (step > 0 or args.max_steps == 0):
+            log.record_evaluation(step, "hella", share, line)
+        # Samples of new weights are noise, and are printed only by a run of no step at all
+        may_sample = step > 0 or source or args.max_steps == 0
+        if is_due(step, args.sample_every, args) and may_sample:
             print_samples(raw_model, args, run)
         if is_due(step, args.save_every, args) and step > start:
             save_checkpoint(state, args, run, **data, val_loss=val_loss)
@@ -1164,83 +1242,81 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
             break
 
         # one optimizer step, on the mean gradient of total_batch_size tokens
-        t0 = time.perf_counter()
+        if not unread:  # the first step, or one after an evaluation, whose time does not count
+            begin = run.mark()
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
-        # Not model.zero_grad(): an evaluation can leave --zero 2 with gathered weights, and then
-        # only the optimizers know the shards, which have the gradients
+        # Not model.zero_grad(): after an evaluation, --zero 2 can hold whole weights in the model,
+        # and then only the optimizers have the parts that the gradients belong to
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: nobody waits for it
+        # A micro-step adds the gradient of B sequences, as many as the memory has room for
         for micro_step in range(grad_accum_steps):
             x, y = train_loader.next_batch()  # (B, T) int64 each
-            # DDP averages the gradients over the processes only if this is True: once per step.
-            # (Other models do not know it; a sharded one averages after every backward pass)
+            # DDP averages the gradients over the processes only if this is True: in the last
+            # micro-step. (Without DDP it has no effect; --zero averages in every micro-step)
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
                 # Gradients of micro-steps add up, and the step needs their mean
                 loss = model(x, y) / grad_accum_steps
             scaler.scale(loss).backward()
             loss_sum += loss.detach()
+        if step == start:  # a checkpoint that lacks the moments of a parameter cannot be resumed
+            for name, p in raw_model.named_parameters():
+                is_used = p.grad is not None or not p.requires_grad
+                assert is_used, f"the loss does not depend on {name}: delete or freeze it"
         for optimizer in optimizers:
             scaler.unscale_(optimizer)  # the norm is that of the true gradients
         # Clip the norm, so that one bad batch cannot throw the weights far off. GPT-3 clips to 1.0.
         # The norm before clipping is returned
         norm = gathered(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
 
-        # tolist is the only place where the CPU waits for the GPU, and for the other processes. All
-        # get the same four numbers, so they agree whether to update and whether to stop. The last
-        # two are above 0 if any process has received a signal or met damaged data
+        # All processes get the same values, so they agree whether to update and whether to stop.
+        # The last two are above 0 if any process has received a signal or met damaged data
         damage = train_loader.damage or val_loader.damage
-        flags = loss_sum.new_tensor([len(signals), bool(damage)])
-        values = run.mean(torch.stack((loss_sum, norm, *flags))).tolist()
-        loss, norm, stop, damaged = values
-        if damaged:  # in some process: save the state before this step, which is to be repeated
-            problem = max(run.gather(damage))  # "" where there is none
-            require(step > start, problem)
-            save_checkpoint(state, args, run, **data)
-            return report(problem, 1)
-        z_loss = z_score(state.loss_window, loss)
-        z_norm = z_score(state.norm_window, norm)
-        # An update that is skipped has used up its data and its step all the same
-        is_outlier = 0 < args.skip_loss_z < z_loss or 0 < args.skip_grad_z < z_norm
-        update = math.isfinite(loss) and math.isfinite(norm) and not is_outlier
+        alarms = [torch.full_like(norm, float(bool(reason))) for reason in (signals, damage)]
+        values = run.mean(torch.stack((loss_sum, norm, *alarms)))
+        skip, state.recent = judge(values, state.recent, args)
         lr = get_lr(step, args)  # the same for all groups of all optimizers
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if update:
-                scaler.step(optimizer)
+            # Fused AdamW on CUDA, and Muon, read found_inf and change nothing where it is 1. They
+            # have PyTorch's attribute for that. For any other optimizer, Python waits for `skip`.
+            # (Apple's kernels ignore found_inf, and scaler.step would know of overflows alone)
+            optimizer.found_inf = skip.float()
+            reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+            if (run.runs_ahead and reads_found_inf) or not skip:
+                optimizer.step()
         scaler.update()
-        state.step = step + 1
-        state.position = train_loader.position
-        state.skipped = 0 if update else state.skipped + 1
-        # The GPU may still be busy with the update, whose time then counts in the next step's dt
-        dt = time.perf_counter() - t0  # seconds
 
-        # the record of the step, and the same as a line to read
-        ms = f"{1000 * dt:.2f}"
-        log.record(step, train=f"{loss:.6f}", lr=f"{lr:.4e}", norm=f"{norm:.4f}", dt=ms)
-        tokens_per_second = args.total_batch_size / dt
-        line = f"{counter} | loss: {loss:.6f} | lr {lr:.4e} | norm: {norm:.4f} | dt: {ms}ms"
-        line += f" | tok/sec: {tokens_per_second:.0f}"
-        if peak is not None:
-            line += f" | mfu: {100 * tokens_per_second / peak:.1f}%"
-        if not update:
-            line += " | update skipped"
-        print0(line)
-        if state.skipped >= 20:  # float16's scaler recovers within 16, from 2**16 to 1
-            reason = f"20 updates were skipped in a row, the last with loss {loss} and norm {norm}"
-            raise FloatingPointError(f"{reason}; {last_good(args)}")
-        if step == start + 10:  # compilation and warming up are over
-            left = timedelta(seconds=round(dt * (args.max_steps - step - 1)))
-            print0(f"about {left} left, without evaluation")
-        if stop:  # SIGTERM or Ctrl-C arrived in some process
-            save_checkpoint(state, args, run, **data)
-            print0("to continue, run the same command with --resume")
-            return (128 + signals[0]) if signals else 0  # 0: another process got the signal
+        # With a GPU, Python reads the results of a step only after it has started the next one: a
+        # GPU that waited for Python would idle for 2 ms a step. Before an evaluation it reads all
+        results = torch.stack((*values, skip)).to("cpu", non_blocking=run.runs_ahead)
+        end = run.mark()  # after the copy: who waits for the mark can read the results
+        unread.append(Update(step, lr, train_loader.position, results, begin, end))
+        begin = end
+        unread_limit = int(run.runs_ahead and not is_evaluated(step + 1, args))
+        while len(unread) > unread_limit:
+            must_stop |= finish_update(unread.popleft(), state, log, args, run)
+        if must_stop:
+            val_loss = None  # the last one is of an earlier step
+            break
 
-    require(not val_loader.damage, val_loader.damage)  # met by the last validation
+    while unread:  # steps that were started before the results of the last ones were read
+        must_stop |= finish_update(unread.popleft(), state, log, args, run)
+    problem = max(run.gather(train_loader.damage or val_loader.damage))  # "" where there is none
+    require(not problem or state.step > start, problem)  # without an update, nothing to save
+    # A signal in the last evaluation has promised a save, too
+    must_stop = must_stop or not run.agree(not signals)
+    if must_stop or problem:
+        save_checkpoint(state, args, run, **data, val_loss=val_loss)
+    if problem:
+        return report(problem, 1)
+    if must_stop:
+        print0("to continue, run the same command with --resume")
+        return (128 + signals[0]) if signals else 0  # 0: another process got the signal
     print0(f"done: the log is {Path(args.log_dir, 'log.txt')}")
     if list_checkpoints(args.log_dir):
         log_dir = shlex.quote(args.log_dir)
@@ -1249,7 +1325,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
 
 
 # -----------------------------------------------------------------------------
-# the command line, which decides what a run is. The training itself is complete above
+# the command line, which decides what a run is, and the checks that train makes before it starts
 
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
@@ -1267,13 +1343,18 @@ def auto_or_int(text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
+def size_name(text: str) -> str:
+    """Return the name in SIZES that is meant: llm.c also writes gpt2:d12 for d12."""
+    return text.removeprefix("gpt2:")
+
+
 # heading: {flag: (default, help)}. A flag with a type in place of a default is None unless it is
 # given. For most of these, settle_args then decides from the model, the data and the hardware
 FLAGS = {
     "data and model": {
         "data_dir": ("edu_fineweb10B", "folder of shards"),
         "log_dir": ("log", "folder for log.txt and checkpoints"),
-        "model": (str, f"size: {', '.join(SIZES)} (default: d12)"),
+        "model": (size_name, f"size: {', '.join(SIZES)} (default: d12)"),
         "init_from": ("scratch", "gpt2, gpt2-medium, gpt2-large, gpt2-xl, a checkpoint, a folder"),
     },
     "batch and length": {
@@ -1286,10 +1367,7 @@ FLAGS = {
     "optimizer": {
         "optimizer": ("adamw", "muon learns faster; it changes defaults of the flags below"),
         "warmup_steps": (int, "of a rising rate (default: 715, fewer in a shorter run; muon: 10)"),
-        "max_lr": (
-            float,
-            "peak learning rate (default: GPT-3's for this size; muon: 10 times that)",
-        ),
+        "max_lr": (float, "peak learning rate (default: GPT-3's for this size; muon: 10 x that)"),
         "min_lr": (float, "learning rate at the end (default: a tenth of max_lr; muon: 0)"),
         "schedule": ("cosine", "how the learning rate decays (muon: wsd)"),
         "weight_decay": (0.1, "of matrices and embeddings (muon: 0.2)"),
@@ -1302,10 +1380,7 @@ FLAGS = {
         "dtype": ("auto", "precision of matrix products"),
         "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
         "recompute": (False, "save memory: compute each block again in the backward pass"),
-        "zero": (
-            0,
-            "2: the GPUs share gradients and optimizer state (1: the same), 3: and weights",
-        ),
+        "zero": (0, "1, 2: the GPUs share gradients and optimizer state; 3: and weights"),
     },
     "evaluation": {
         "val_every": (250, "validate every so many steps, 0: never"),
@@ -1321,7 +1396,7 @@ FLAGS = {
     },
     "debugging and outliers": {
         "overfit_one_batch": (False, "train on the first batch only, to debug"),
-        "skip_loss_z": (0.0, "skip updates whose loss has a higher z-score, 0: none"),
+        "skip_loss_z": (0.0, "skip updates with a loss so many deviations above the mean, 0: none"),
         "skip_grad_z": (0.0, "the same for the gradient norm"),
     },
     "other things to do": {
@@ -1347,17 +1422,10 @@ CHOICES = {
 # --resume refuses to change these, because the result would be another run. The two about data are
 # no flags: identify makes them
 FIXED = (
-    "data",
-    "data_sample",
-    "model",
-    "seq_len",
-    "total_batch_size",
-    "optimizer",
-    "schedule",
-    "seed",
+    "data", "data_sample", "model", "seq_len", "total_batch_size", "optimizer", "schedule", "seed",
     "shuffle",
-)
-# What these flags were in checkpoints that are older than they
+)  # fmt: skip
+# The values of these flags in checkpoints that were made before the flags existed
 BEFORE = {"optimizer": "adamw", "zero": 0}
 # These concern one start of the program, so --resume does not take them from the checkpoint
 LOCAL = ("log_dir", "resume", "overwrite", "quickstart", "device", "sample", "export_hf")
@@ -1394,7 +1462,7 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
     args = parser.parse_args(argv)  # a first time, to look for --quickstart
     if args.quickstart:
         parser.set_defaults(**QUICKSTART)
-    if parser.parse_args(argv).optimizer == "muon":
+    if parser.parse_args(argv).optimizer == "muon":  # parsed again: --quickstart may choose it
         parser.set_defaults(**MUON)
     kept = vars(args).keys() - set(LOCAL)
     parser.set_defaults(**{flag: value for flag, value in stored.items() if flag in kept})
@@ -1463,20 +1531,41 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     of T. The weights come from the checkpoint to resume, from --init_from, or are new: {}."""
     meta = read_meta(args.data_dir)  # a new model gets the data's vocabulary
     if args.init_from == "scratch" and not checkpoint:
-        model = first_given(args.model, "d12").removeprefix("gpt2:")  # llm.c also writes gpt2:d12
+        model = first_given(args.model, "d12")
         hint = "OpenAI's GPT-2 is --init_from gpt2"
         require(model in SIZES, f"model {model} is none of {', '.join(SIZES)}; {hint}")
-        config = GPTConfig(*SIZES[model][:4], **meta)
-        return model, config, {}, config.block_size
+        n_layer, n_head, n_embd, block_size, _ = SIZES[model]
+        shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
+        return model, GPTConfig(**shape, **meta), {}, block_size
     source = checkpoint or load_source(args.init_from)
     config = GPTConfig(**source["config"])
     tokenizer = meta.get("tokenizer", "gpt2")
     found = f"the model reads {config.tokenizer} tokens, {args.data_dir} has {tokenizer} tokens"
     require(config.tokenizer == tokenizer, found)
     size = source["args"]["model"]
-    is_size = checkpoint or args.model in (None, size)  # check_run refuses another size
-    require(is_size, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
+    fits = checkpoint or args.model in (None, size)  # check_run refuses another size
+    require(fits, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
     return first_given(args.model, size), config, source, source["args"]["seq_len"]
+
+
+def read_meta(data_dir: str) -> dict:
+    """Return tokenizer, vocab_size and eot from the folder's meta.json, {} if it has none and so
+    holds GPT-2 tokens. Raises UserError if fineweb.py has not finished the folder."""
+    path = Path(data_dir) / "meta.json"  # written by fineweb.py
+    # fineweb.py --part leaves one of these for each part, until --merge makes them one dataset
+    parts = list(Path(data_dir).glob("meta-*.json"))
+    if not path.exists():
+        require(not parts, f"{data_dir} holds parts: `python fineweb.py --merge --out {data_dir}`")
+        return {}
+    with reading(path):
+        meta = json.loads(path.read_text())
+        # Only fineweb.py writes its progress; a file written by hand has none
+        is_done = meta.get("progress", {}).get("done", True)
+        require(is_done, "the shards are still being built: run fineweb.py again to finish them")
+        V, eot = meta["vocab_size"], meta["eot"]
+        is_valid = isinstance(V, int) and isinstance(eot, int) and 0 <= eot < V <= 2**16
+        require(is_valid, f"vocab_size {V} and eot {eot} do not fit tokens of 16 bits")
+        return {"tokenizer": str(meta["tokenizer"]), "vocab_size": V, "eot": eot}
 
 
 def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int:
@@ -1485,10 +1574,12 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
         parameters = sum(p.numel() for p in GPT(config).parameters())
     # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
     #    16-bit copies of the weights, and of some gradients, take about 4 more. With --zero the 16
-    #    bytes are shared out, and the whole weights, gathered, take 4 more at most
+    #    bytes are shared out; 1 and 2 also keep the gathered weights, 4 bytes each
     fixed = 20 * parameters
     if args.zero:
-        fixed = 16 * parameters // run.world_size + 8 * parameters
+        fixed = 16 * parameters // run.world_size
+    if args.zero in (1, 2):
+        fixed += 4 * parameters
     # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
     #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
     #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
@@ -1503,7 +1594,7 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     # 3. The logits. Without the kernel and without compilation, copies of them are kept as well:
     #    12 bytes per logit were measured
     uses_kernel = triton is not None and run.dtype == "bfloat16"
-    compiles_loss = run.compile and not args.zero  # which compiles the blocks only
+    compiles_loss = run.compile and not args.zero  # --zero compiles only the blocks
     if not (compiles_loss or uses_kernel):
         size = 12
     per_token += config.vocab_size * size
@@ -1524,7 +1615,7 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
         require(sequences % args.batch_size == 0, f"{found} that a process has in a step")
         return args.batch_size
     if run.device.type != "cuda":
-        # 8192 tokens at a time keep a CPU busy, and memory is no concern
+        # 8192 tokens at a time keep a CPU busy, and memory is seldom the limit
         most = max(1, 8192 // T)
         return max(B for B in range(1, most + 1) if sequences % B == 0)
     # Beyond 128 sequences an H100 gets no faster
@@ -1536,12 +1627,19 @@ def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
     return max(fitting)
 
 
-def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> list[str]:
-    """Return the lines that a run starts with, given the windows in an epoch of its data."""
+def describe(
+    args: Namespace,
+    model: GPT,
+    data: str,
+    train_loader: DataLoaderLite,
+    val_loader: DataLoaderLite,
+    run: Run,
+) -> list[str]:
+    """Return the lines that a run starts with. `data` is identify's first fingerprint."""
     B, T, total = args.batch_size, args.seq_len, args.total_batch_size
     device = torch.cuda.get_device_name() if run.device.type == "cuda" else run.device.type
     parameters = sum(p.numel() for p in model.parameters())
-    epochs_per_step = total / (windows * T)  # usually far below 1
+    epochs_per_step = total / (train_loader.windows * T)  # usually far below 1
     epochs = args.max_steps * epochs_per_step
     last_lr = get_lr(args.max_steps, args)
     lines = [
@@ -1551,6 +1649,10 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
         f"run    | {args.max_steps:,} steps, {epochs:.2f} epochs; learning rate {args.max_lr:g},"
         f" {args.warmup_steps} steps of warmup, {args.schedule} to {last_lr:g}",
     ]
+    val_tokens = val_loader.windows * T  # in the whole split
+    if args.val_every and val_tokens < args.val_tokens:
+        found = f"the validation split has {val_tokens:,} tokens"
+        lines.append(f"note: {found}, fewer than --val_tokens {args.val_tokens:,}")
     if model.config.block_size > T and not args.quickstart:
         lines.append(f"warning: the model's positions from {T} on stay untrained")
     if epochs > 4:  # Muennighoff et al. 2023, arXiv:2305.16264
@@ -1558,31 +1660,49 @@ def describe(args: Namespace, model: GPT, data: str, windows: int, run: Run) -> 
     if epochs_per_step > 0.2:
         found = f"a step sees {epochs_per_step:.1f} epochs of the data"
         lines.append(f"warning: {found}; a smaller --total_batch_size gives more steps")
-    days = 6 * parameters * args.max_steps * total / 1e12 / 86400  # 6 FLOPs a weight at 1 TFLOP/s
-    if run.device.type == "cpu" and days > 1:
-        lines.append(f"warning: {days:.0f} days or more on a CPU; --quickstart takes two minutes")
+    hours = 6 * parameters * args.max_steps * total / 1e11 / 3600  # 6 FLOPs a weight, 0.1 TFLOP/s
+    if run.device.type == "cpu" and hours > 1:
+        lines.append(f"warning: about {hours:,.0f} hours on a CPU; --quickstart takes two minutes")
     return lines
+
+
+def identify(shards: dict[str, np.ndarray]) -> dict[str, str]:
+    """Return two fingerprints: data, of the names and lengths of the shards, and data_sample, of 16
+    pieces of each. --resume compares them with the checkpoint's."""
+    # Reading all of 20 GB would take minutes; names, sizes and a sample take milliseconds
+    sizes = {name: len(tokens) for name, tokens in shards.items()}
+    checksum = crc32(repr(list(sizes.items())).encode())
+    sample = 0
+    for tokens in shards.values():
+        for piece in range(16):
+            start = piece * len(tokens) // 16
+            sample = crc32(tokens[start : start + 256].tobytes(), sample)
+    data = f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
+    return {"data": data, "data_sample": f"{sample:08x}"}
 
 
 def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run) -> None:
     """Raise UserError if the processes do not have the same flags, data and checkpoint, or if the
     checkpoint is of another run. Print what else has changed since it was saved."""
     step = checkpoint.get("step", 0)
+    here = vars(args) | data
     # Machines may differ in where they keep the data, but in nothing that shapes the run
-    flags = {
-        flag: value for flag, value in vars(args).items() if flag not in ("data_dir", "log_dir")
-    }
-    view = f"step {step}, {data['data']}, {data['data_sample']}, B {args.batch_size}, {run.dtype}"
-    views = sorted(set(run.gather(f"{view}, flags {crc32(repr(flags).encode()):08x}")))
-    require(len(views) == 1, f"the processes have different checkpoints, data or flags: {views}")
+    view = here | {"step": step, "dtype": run.dtype, "data_dir": "", "log_dir": ""}
+    views = run.gather(view)
+    differing = []
+    for key in view:
+        values = sorted({str(other[key]) for other in views})
+        if len(values) > 1:
+            differing.append(f"{key} is {' or '.join(values)}")
+    found = f"the processes have different checkpoints, data or flags: {'; '.join(differing)}"
+    require(not differing, found)
     if not checkpoint:
         return
-    # An older checkpoint may lack a flag, which then counts as unchanged, or as what it was then
-    here = vars(args) | data
+    # A flag that an older checkpoint lacks has its value in BEFORE, or else counts as unchanged
     there = BEFORE | checkpoint["args"]
     there |= {key: checkpoint[key] for key in data if key in checkpoint}
 
-    def differences(keys: list[str]) -> str:
+    def differences(keys: Iterable[str]) -> str:
         differing = [key for key in keys if key in there and here[key] != there[key]]
         return ", ".join(f"{key} is {here[key]}, was {there[key]}" for key in differing)
 
@@ -1606,13 +1726,41 @@ def run_command(argv: list[str] | None) -> int:
         return start_training(argv, args)
 
 
+def find_checkpoint(args: Namespace) -> dict:
+    """Return the newest readable checkpoint with --resume, or {} for a run that starts from the
+    beginning. Raises UserError if log_dir holds a run and the flags do not say what to do with
+    it."""
+    paths = list_checkpoints(args.log_dir)
+    if not args.resume:
+        is_free = not paths and not Path(args.log_dir, "log.txt").exists()
+        choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
+        require(is_free or args.overwrite, f"{args.log_dir} holds a run: {choice}")
+        doomed = [path.resolve() for path in (Path(args.log_dir), *paths)]
+        is_doomed = args.init_from != "scratch" and Path(args.init_from).resolve() in doomed
+        hint = f"--overwrite would delete {args.init_from}; give another --log_dir"
+        require(not (args.overwrite and is_doomed), hint)
+        return {}
+    for path in reversed(paths):
+        try:  # a power failure can damage the newest file
+            checkpoint = load_checkpoint(path)
+            missing = {"step", "position", "optimizer", "scaler", "data"} - checkpoint.keys()
+            require(not missing, f"{path} has no {missing}")
+            return checkpoint
+        except UserError as error:
+            print0(f"warning: {error}; trying the checkpoint before it")
+    # Without any checkpoint --resume starts a new run, so that one command serves every start
+    hint = "another --log_dir starts a new run, --overwrite deletes this one"
+    require(not paths, f"no checkpoint in {args.log_dir} can be read; {hint}")
+    return {}
+
+
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
     """Make the folder and hold its lock, which ends with the process however that ends. Raises
     UserError if another process holds it."""
     require(not Path(folder).is_file(), f"{folder} is a file, expected a folder or a new name")
     Path(folder).mkdir(parents=True, exist_ok=True)
-    if os.name != "posix" or os.environ.get("RANK", "0") != "0":
+    if os.name != "posix" or not is_main():
         yield
         return
     import fcntl
@@ -1631,11 +1779,12 @@ def locked(folder: str) -> Iterator[None]:
 def start_training(argv: list[str] | None, args: Namespace) -> int:
     """Find the checkpoint to resume, settle where to compute, train, and return the exit status."""
     checkpoint = find_checkpoint(args)
+    is_chosen = args.batch_size is not None  # by this command line, not by an earlier start
     # The flags of the checkpoint are the defaults of a second parsing
     stored = (BEFORE | checkpoint["args"]) if checkpoint else {}
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    if checkpoint.get("world_size") != world_size:
-        stored.pop("batch_size", None)  # it need not suit another number of processes
+    if checkpoint.get("hardware") != [world_size, choose_device(args.device).type]:
+        stored.pop("batch_size", None)  # it need not suit other hardware
     if world_size == 1:
         stored.pop("zero", None)  # one process cannot shard
     args = parse_args(argv, stored)
@@ -1644,7 +1793,6 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
         with run.main_first():
             if run.rank == 0:  # if the shards are complete, this prints so and returns
                 fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-    is_chosen = args.batch_size is not None
     while True:
         settled, config, source = settle_args(args, checkpoint, run)
         try:
@@ -1656,7 +1804,7 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
             path = Path(args.log_dir, "log.txt")  # not there if not even the model has fitted
             log = path.read_text(errors="replace") if path.exists() else ""
             has_begun = f"\n{checkpoint.get('step', 0)} train " in f"\n{log}"
-            if has_begun or is_chosen or run.world_size > 1 or smaller == 0:
+            if has_begun or is_chosen or run.world_size > 1 or settled.batch_size % 2 == 1:
                 raise
             print0(f"note: {settled.batch_size} sequences need too much memory; trying {smaller}")
         args.batch_size = smaller
@@ -1676,10 +1824,36 @@ def use_model(args: Namespace, source: dict) -> int:
         require(not Path(args.export_hf).is_file(), f"--export_hf {args.export_hf} is a file")
         export_hf(model, args.export_hf)
         print0(f"wrote {args.export_hf} for transformers")
+        trained = source["args"]["seq_len"]
+        if trained < context:
+            print0(f"note: only its first {trained} positions are trained; longer texts go wrong")
     if args.sample:
         run = setup_run(args)
         print_samples(model.to(run.device), args, run)
     return 0
+
+
+def catch_signals() -> list[int]:
+    """Return a list to which SIGTERM and SIGINT are appended when they arrive. The second signal of
+    the same kind ends the program at once, without a checkpoint. (Schedulers may pass on a Ctrl-C
+    and then send SIGTERM, which must not count as the second)"""
+    received = []
+    note = (
+        b"\nSaving a checkpoint after this step."
+        b" The same signal again ends the run without saving.\n"
+    )
+
+    def catch(signum, frame):
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        if is_main():
+            with suppress(OSError):  # nobody reads stderr
+                os.write(2, note)  # print is not safe in a signal handler
+
+    # SIGTERM comes from a scheduler or kill, SIGINT from Ctrl-C
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, catch)
+    return received
 
 
 def protect_output() -> None:
@@ -1689,7 +1863,7 @@ def protect_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
         pass
     os.close(descriptor)
 
@@ -1702,9 +1876,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         status = run_command(argv)
     except (UserError, ConnectionError) as error:
-        status = report(error, 2)
+        status = report(error, 2)  # the user can put it right
     except (FloatingPointError, OSError) as error:
-        status = report(error, 1)
+        status = report(error, 1)  # it diverged, or a disk is full
     except torch.OutOfMemoryError as error:
         status = report(f"{error} A smaller --batch_size or --recompute needs less memory.", 1)
     except KeyboardInterrupt:
@@ -1712,28 +1886,27 @@ def main(argv: list[str] | None = None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         # On the usual way out, a thread of PyTorch that still runs sometimes aborts the process.
-        # Its work is done and on the disk
+        # All work is done and on the disk
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 
 
-def report(problem: object, status: int) -> int:
+def report(problem: object, status: int, script: str = "train_gpt2.py") -> int:
     """Print the problem as one line and return the exit status. Processes other than the first wait
     before they print: if the first has met the same problem, it has printed it, and torchrun ends
     the others while they wait."""
-    rank = int(os.environ.get("RANK", "0"))
-    if rank > 0:
+    if not is_main():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(3)  # seconds; torchrun looks at its processes ten times a second
     with suppress(OSError):  # nobody reads stderr
-        print(f"train_gpt2.py: {problem}", file=sys.stderr)
+        print(f"{script}: {problem}", file=sys.stderr)
     return status
 
 
 # -----------------------------------------------------------------------------
 # appendix A: the loss as one kernel. The logits are the largest tensor of all, 6.6 GB in bfloat16
-# for GPT-2 124M at B = 64. PyTorch's compiled cross entropy takes 10.7 ms of an H100 for the loss
+# for GPT-2 124M at B = 64. PyTorch's compiled cross entropy takes 10.7 ms on an H100 for the loss
 # and its gradient. The kernel takes 4.8 ms, because it reads the logits once and writes the
 # gradient over them. For comparison, copying the logits takes 4.4 ms
 
@@ -1754,7 +1927,7 @@ class FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, w, dlogits = ctx.saved_tensors
+        x, w, dlogits = ctx.saved_tensors  # dlogits without the factor grad
         grad = grad[:, None]  # (N, 1) float32
         # grad multiplies x, (N, C), rather than dlogits, (N, padded V), which is far larger
         dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
@@ -1828,20 +2001,20 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        self._step_supports_amp_scaling = True  # step reads found_inf
+        self.found_inf = torch.zeros((), device=groups[0]["params"][0].device)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every matrix, those of the same shape together."""
+        """Update every matrix, those of the same shape together. Where found_inf is 1, nothing
+        changes: every gradient counts as equal to its average, and the rate is 0."""
         for group in self.param_groups:
+            rate = group["lr"] * (1 - self.found_inf)
             for shape in sorted({p.shape for p in group["params"]}):
                 params = [p for p in group["params"] if p.shape == shape]
-                updates = self.orthogonal_updates(params, group)
+                updates = rate * self.orthogonal_updates(params, group)
                 for p, update in zip(params, updates, strict=True):
-                    p.mul_(1 - group["lr"] * group["weight_decay"])
-                    if isinstance(p, DTensor):  # cut out this process's part, as p is sharded
-                        mesh = p.device_mesh
-                        update = distribute_tensor(update, mesh, p.placements, src_data_rank=None)
-                    local(p).add_(local(update), alpha=-group["lr"])
+                    local(p).mul_(1 - rate * group["weight_decay"]).sub_(cut_local(update, p))
 
     def orthogonal_updates(self, params: list[Tensor], group: dict) -> Tensor:
         """Take the gradients into the averages, and return the updates (n, rows, columns) of n
@@ -1851,9 +2024,10 @@ class Muon(torch.optim.Optimizer):
             if p not in self.state:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             average = self.state[p]["momentum_buffer"]
-            average.lerp_(p.grad, 1 - group["momentum"])
+            gradient = torch.where(self.found_inf > 0, average, p.grad)
+            average.lerp_(gradient, 1 - group["momentum"])
             # Nesterov's momentum: the average as it would be after the same gradient once more
-            ahead = p.grad.lerp(average, group["momentum"])
+            ahead = gradient.lerp(average, group["momentum"])
             # bfloat16 is exact enough. A CPU, and a GPU without it, computes faster in float32
             if p.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
                 ahead = ahead.bfloat16()
@@ -1872,19 +2046,19 @@ def orthogonalize_shared(stack: Tensor) -> Tensor:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
         return orthogonalize(stack)
-    share = math.ceil(len(stack) / world_size)
+    share = math.ceil(len(stack) / world_size)  # matrices for each process
     padded = F.pad(stack, (0, 0, 0, 0, 0, share * world_size - len(stack)))
     mine = orthogonalize(padded.chunk(world_size)[dist.get_rank()]).contiguous()
     shares = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(shares, mine)
-    return torch.cat(shares)[: len(stack)]
+    return torch.cat(shares)[: len(stack)]  # without the padding
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
-    """Return the matrices (n, rows, columns) with their singular vectors, and singular values near
-    1. Five steps of a Newton-Schulz iteration do this without computing the vectors: each applies
-    the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value s, which moves it from
-    (0, 1] to between 0.7 and 1.2. Source: as for Muon."""
+    """Return matrices with the singular vectors of those in the stack, (n, rows, columns), but with
+    singular values near 1. Five steps of a Newton-Schulz iteration do this without computing the
+    vectors: each applies the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value
+    s. Together they bring all but tiny values to between 0.7 and 1.2. Source: as for Muon."""
     is_tall = stack.size(1) > stack.size(2)
     x = stack.mT if is_tall else stack  # x @ x.mT is then the smaller of two products
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is above 1 now
@@ -1927,24 +2101,27 @@ def load_hf(name: str) -> dict:
         c = AutoConfig.from_pretrained(name)  # reads config.json
         require(c.model_type == "gpt2", f"it is a {c.model_type} model, expected gpt2")
         # transformers would draw random numbers for missing weights, and only warn
-        theirs, report = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-        problems = {kind: sorted(names) for kind, names in report.items() if names}
+        theirs, loading = GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        problems = {kind: sorted(names) for kind, names in loading.items() if names}
         require(not problems, f"its weights do not fit: {problems}")
     # config.json does not name the tokenizer
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)
     require(tokenizer, f"{name} has a vocabulary of {c.vocab_size}, expected 50257 or 257")
-    shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
-    config = GPTConfig(*shape, c.vocab_size, tokenizer, c.vocab_size - 1)
+    shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
+    shape |= {"block_size": c.n_positions, "vocab_size": c.vocab_size, "eot": c.vocab_size - 1}
+    config = GPTConfig(**shape, tokenizer=tokenizer)
     weights = {}
     for key, p in theirs.named_parameters():  # a tied matrix once
         weights[key] = p.detach().T if key.endswith(CONV1D) else p.detach()
     wte = weights["transformer.wte.weight"]
     weights["transformer.wte.weight"] = F.pad(wte, (0, 0, 0, -c.vocab_size % 128))  # add rows of 0
-    # The proof that it is a GPT-2 that we compute alike: an activation may differ, or a scale
+    # Check that both compute the same logits: the activation or a scale may differ from GPT-2's
     ours = GPT(config)
     ours.load_weights(weights)
-    require(same_logits(ours, theirs, 64), f"{name} is a variant of GPT-2 with other logits")
-    size = next((size for size, known in SIZES.items() if known[:4] == shape), name)
+    T = min(64, config.block_size)
+    require(same_logits(ours, theirs, T), f"{name} has other logits than this script's GPT")
+    known = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
+    size = next((size for size, values in SIZES.items() if values[:4] == known), name)
     args = {"model": size, "seq_len": config.block_size}
     return {"config": asdict(config), "model": weights, "args": args}
 
@@ -1980,7 +2157,6 @@ def same_logits(ours: GPT, theirs: nn.Module, T: int) -> bool:
     """Return whether both models compute the same logits for T random tokens, to rounding."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(ours.config.vocab_size, (1, T), generator=generator)
-    tokens = tokens[:, : ours.config.block_size]
     logits = ours.eval()(tokens)  # (1, T, V)
     error = (theirs.eval()(tokens).logits - logits).abs().max() / logits.abs().max()
     return error.item() < 1e-4

@@ -5,9 +5,12 @@ written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of t
 KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
 SPOIL_AT=step:path: in that step, the file is cut to 200 bytes, or deleted if step is negative.
+BUFFERS=1: a fork whose model multiplies by a table and by a count of its training calls.
+READ_LATER=1 reads each step's results one step later, as with a GPU.
 HELLASWAG=path takes the examples from there, so that nothing is downloaded.
 """
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
@@ -63,6 +66,29 @@ if "SPOIL_AT" in os.environ:
         return get_rate(step, args)
 
     train_gpt2.get_lr = spoil_at_step
+
+if "BUFFERS" in os.environ:
+
+    class Forked(train_gpt2.GPT):
+        """A GPT with two buffers, of which checkpoints hold the count and not the table."""
+
+        def __init__(self, config, recompute=False):
+            super().__init__(config, recompute)
+            table = torch.linspace(0.5, 1.5, config.n_embd)
+            self.transformer.ln_f.register_buffer("table", table, persistent=False)
+            self.transformer.ln_f.register_buffer("count", torch.zeros(()))
+            self.transformer.ln_f.register_forward_pre_hook(multiply)
+
+    def multiply(ln_f, inputs):
+        """Scale what LayerNorm reads, and count."""
+        ln_f.count += ln_f.training
+        return inputs[0] * (1 + ln_f.table / (1 + ln_f.count))
+
+    train_gpt2.GPT = Forked
+
+if "READ_LATER" in os.environ:
+    setup_run = train_gpt2.setup_run
+    train_gpt2.setup_run = lambda args: dataclasses.replace(setup_run(args), runs_ahead=True)
 
 if os.environ.get("HIDE_CHECKPOINTS") == str(RANK):
     train_gpt2.list_checkpoints = lambda log_dir: []

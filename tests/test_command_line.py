@@ -202,20 +202,24 @@ def test_a_run_that_makes_little_sense_says_so(tmp_path, capsys):
     """A step of all the data, a context that stays untrained, months on a laptop: in silence."""
     where = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--log_dir", tmp_path / "log"]
     assert run_main(*where, "--max_steps", 2) == 0
-    assert "warning" not in capsys.readouterr().out
-    large = ["--total_batch_size", 2048, "--seq_len", 8, "--max_steps", 1]
+    out = capsys.readouterr().out
+    assert "warning" not in out and "note: the validation split" not in out
+    large = ["--total_batch_size", 2048, "--seq_len", 8, "--max_steps", 1, "--val_tokens", 10**6]
     assert run_main(*where, *large, "--overwrite") == 0
     out = capsys.readouterr().out
+    assert "fewer than --val_tokens 1,000,000" in out
     assert "0.9 epochs of the data" in out and "positions from 8 on stay untrained" in out
     flags = {"model": "d12", "seq_len": 1024, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": 6e-5}
     flags |= {"batch_size": 1, "quickstart": False, "schedule": "cosine", "data_dir": "data"}
+    flags |= {"val_every": 0}
     args = Namespace(**flags, total_batch_size=2**19, max_steps=19073)
     with torch.device("meta"):
         model = train_gpt2.GPT(train_gpt2.GPTConfig())
-    *_, warning = train_gpt2.describe(args, model, "", 10**7, make_run())
+    loader = Namespace(windows=10**7)
+    *_, warning = train_gpt2.describe(args, model, "", loader, loader, make_run())
     N = sum(p.numel() for p in model.parameters())
-    days = round(6 * N * 19073 * 2**19 / 1e12 / 86400)
-    assert warning.startswith(f"warning: {days} days or more on a CPU")
+    hours = round(6 * N * 19073 * 2**19 / 1e11 / 3600)
+    assert warning.startswith(f"warning: about {hours:,} hours on a CPU")
 
 
 def test_mfu_counts_the_operations_of_the_causal_half(monkeypatch):

@@ -1,5 +1,8 @@
 """The loader: every window once an epoch, in an order that hardware does not change."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,11 +15,12 @@ from train_gpt2 import DataLoaderLite, open_shards, read_meta, read_shard
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
 
 
-def make_shards(sizes) -> dict[str, np.ndarray]:
-    """Return shards in which no token stands twice: token i of the data is i."""
+def make_shards(folder, sizes) -> dict[str, np.ndarray]:
+    """Write shards in which no token stands twice, and return them: token i of the data is i."""
     ends = np.cumsum(sizes)
-    return {f"s{i}": np.arange(end - n, end, dtype=np.uint16)
-            for i, (n, end) in enumerate(zip(sizes, ends, strict=True))}  # fmt: skip
+    for i, (n, end) in enumerate(zip(sizes, ends, strict=True)):
+        np.save(Path(folder, f"s{i}.npy"), np.arange(end - n, end, dtype=np.uint16))
+    return {f"s{i}": read_shard(Path(folder, f"s{i}.npy")) for i in range(len(sizes))}
 
 
 def serve(shards, T, B, world, steps, seed, sequences=8, position=0):
@@ -39,9 +43,10 @@ def serve(shards, T, B, world, steps, seed, sequences=8, position=0):
 
 
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_step_sees_the_same_windows_whatever_the_processes_and_the_batch_size(seed):
+def test_a_step_sees_the_same_windows_whatever_the_processes_and_the_batch_size(seed, tmp_path):
     """Ranks that drift apart at a shard's end: the data would depend on the number of GPUs."""
-    shards = make_shards([50, 37, 8, 9, 120])  # ends in the middle of batches, one without a window
+    # shards that end in the middle of batches, one of them without a window
+    shards = make_shards(tmp_path, [50, 37, 8, 9, 120])
     expected = serve(shards, 8, B=8, world=1, steps=12, seed=seed)  # several epochs
     for world in (1, 2, 4):
         for B in (1, 2, 4, 8):
@@ -57,32 +62,33 @@ def test_a_step_sees_the_same_windows_whatever_the_processes_and_the_batch_size(
 )
 def test_an_epoch_shows_every_window_once(sizes, T, seed):
     """A window lost or doubled where a shard, an epoch or a batch ends; a tail served short."""
-    shards = make_shards(sizes)
-    windows = {
-        int(tokens[w * T]) for tokens in shards.values() for w in range((len(tokens) - 1) // T)
-    }
-    if not windows:
-        return
-    n = len(windows)
-    epochs = serve(shards, T, B=1, world=1, steps=3, seed=seed, sequences=n)
+    with tempfile.TemporaryDirectory() as folder:
+        shards = make_shards(folder, sizes)
+        windows = {
+            int(tokens[w * T]) for tokens in shards.values() for w in range((len(tokens) - 1) // T)
+        }
+        if not windows:
+            return
+        n = len(windows)
+        epochs = serve(shards, T, B=1, world=1, steps=3, seed=seed, sequences=n)
     for epoch in epochs:
         assert sorted(epoch) == sorted(windows)
     if n > 6:
         assert not np.array_equal(epochs[0], epochs[1]), "a new order every epoch"
 
 
-def test_the_order_is_a_function_of_seed_and_epoch_alone():
+def test_the_order_is_a_function_of_seed_and_epoch_alone(tmp_path):
     """An order that a resumed run, another version of numpy or another machine would not repeat."""
-    shards = make_shards([50, 37, 90])
+    shards = make_shards(tmp_path, [50, 37, 90])
     whole = serve(shards, 8, 1, 1, 40, seed=1337, sequences=1)[:, 0]
     assert np.array_equal(whole[23:], serve(shards, 8, 1, 1, 17, 1337, 1, position=23)[:, 0])
     assert whole[:8].tolist() == GOLDEN_ORDER
     assert not np.array_equal(whole, serve(shards, 8, 1, 1, 40, seed=1338, sequences=1)[:, 0])
 
 
-def test_without_shuffle_the_order_is_that_of_the_files():
+def test_without_shuffle_the_order_is_that_of_the_files(tmp_path):
     """A --no-shuffle that shuffles."""
-    first = serve(make_shards([20, 17]), 8, 1, 1, 4, seed=None, sequences=1)[:, 0]
+    first = serve(make_shards(tmp_path, [20, 17]), 8, 1, 1, 4, seed=None, sequences=1)[:, 0]
     assert first.tolist() == [0, 8, 20, 28]
 
 
@@ -135,10 +141,12 @@ def test_an_array_that_is_not_tokens_is_refused(tmp_path, array):
         open_shards(str(tmp_path), "train")
 
 
-def test_a_token_beyond_the_vocabulary_is_found_before_it_is_used():
+def test_a_token_beyond_the_vocabulary_is_found_before_it_is_used(tmp_path):
     """An index out of range on a GPU ends the process with no word of where."""
-    shards = make_shards([40, 40])
-    shards["s1"][9] = 257
+    shards = make_shards(tmp_path, [40, 40])
+    damaged = np.array(shards["s1"])
+    damaged[9] = 257
+    np.save(tmp_path / "s1.npy", damaged)
     loader = DataLoaderLite(shards, 1, 8, 257, None, make_run())
     for _ in range(5):
         loader.next_batch()  # the first shard is sound, and so is the second one's first window

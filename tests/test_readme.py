@@ -98,6 +98,7 @@ RUNS = [
     ("fineweb.py --dataset pydocs", ""),
     ("train_gpt2.py --quickstart", SMALL),
     ("train_gpt2.py --quickstart --resume --max_steps 3000", f"{SMALL} --max_steps 4"),
+    ("train_gpt2.py --quickstart --max_steps 100 --log_dir log/try", SMALL),
     ("train_gpt2.py --sample --init_from log/quickstart --seed 1", SMALL),
     (
         'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8',
@@ -303,8 +304,12 @@ TWICE = {
         r"within ([\d.]+\d) of one GPU's \|",
     ),
     "scaling": (
-        r"reached (\d+)% of linear speed in one measurement and (\d+)% in another",
-        r"(\d+)% of linear; all.*?(\d+)% of linear \(one GPU",
+        r"train at (\d+)% of twice the speed.*?two reach (\d+)% and four (\d+)% of linear",
+        r"\| 524,288 \|.*?\| (\d+)% \|.*?\| (\d+)% \|.*?(\d+)% of linear \(one GPU",
+    ),
+    "sharded models": (
+        r"trains at ([\d,]+) .*? with `--zero 2` and ([\d,]+) with `--zero 3`.*?at ([\d,]+) ",
+        r"to 1,351\) \| ([\d,]+) .*?to 1,371\) \| ([\d,]+) .*?to 4,051\) \| ([\d,]+) ",
     ),
 }
 
@@ -318,3 +323,12 @@ def test_a_number_that_stands_twice_is_the_same(what):
         assert match, pattern
         found.append(sorted(match.groups()))
     assert found[0] == found[1]
+
+
+def test_the_quickstarts_losses_are_those_in_the_notebook():
+    """A quickstart that learns otherwise, and one of two pages that still shows the old loss."""
+    notebook = (ROOT / "play.ipynb").read_text(encoding="utf-8")
+    flat = " ".join(README.split())
+    (muon,) = re.findall(r"step 1400/1400 \| val loss: ([\d.]+)", flat)
+    (adamw,) = re.findall(r"the val loss is ([\d.]+)\)", flat)
+    assert re.search(rf"val loss +{adamw} .* {muon} ", notebook)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import (
     FLAGS,
     ROOT,
@@ -29,16 +30,34 @@ def start(tmp_path):
     data = write_shards(tmp_path / "data")
     examples = write_examples(tmp_path / "raw.jsonl")
 
-    def run(log_dir, processes, *flags):
+    def run(log_dir, processes, *flags, **broken):
         where = ["--data_dir", data, "--log_dir", tmp_path / log_dir, *FLAGS, *EVERY]
         where += ["--batch_size", 2, "--num_samples", 2]
-        status, out, err = run_script([*where, *flags], processes, HELLASWAG=str(examples))
+        # One process is what a CPU does, several read their results later, as GPUs do
+        env = {"HELLASWAG": str(examples)} | ({"READ_LATER": "1"} if processes > 1 else {})
+        status, out, err = run_script([*where, *flags], processes, **env, **broken)
         assert status == 0, err
         return read_log(tmp_path / log_dir), [
             line for line in out.splitlines() if line.startswith("sample ")
         ]
 
     return run
+
+
+def test_a_fork_with_buffers_shards_and_resumes(start, tmp_path):
+    """Tables that are never copied to a sharded model, running values that no checkpoint holds."""
+    flags = ["--max_steps", 6]
+    logs = []
+    # With these batches, a process of either run calls the model equally often
+    for processes, own in ((1, ["--batch_size", 4]), (2, ["--zero", 3])):
+        log_dir = f"log{processes}"
+        logs.append(start(log_dir, processes, *flags, *own, BUFFERS="1")[0])
+        (tmp_path / log_dir / "model_00006.pt").unlink()
+        resumed, _ = start(log_dir, processes, *flags, *own, "--resume", BUFFERS="1")
+        assert resumed == logs[-1]
+    assert_close(*logs)
+    saved = torch.load(tmp_path / "log1/model_00006.pt")["model"]
+    assert "transformer.ln_f.table" not in saved and saved["transformer.ln_f.count"] > 0
 
 
 @pytest.mark.parametrize("zero, optimizer", [(2, "adamw"), (3, "muon")])
