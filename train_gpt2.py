@@ -1449,8 +1449,10 @@ def make_parser() -> argparse.ArgumentParser:
             if options["type"] is bool:  # --flag and --no-flag
                 options["action"] = argparse.BooleanOptionalAction
                 del options["type"]
+            if flag in CHOICES:
+                options["choices"] = CHOICES[flag]
             where = exclusive if flag in ("max_steps", "epochs") else group
-            where.add_argument(f"--{flag}", choices=CHOICES.get(flag), **options)
+            where.add_argument(f"--{flag}", **options)
     return parser
 
 
