@@ -14,7 +14,7 @@ not be compared with each other:
                    what train_gpt2.py logs as `hella`.
     harness        EleutherAI's lm-evaluation-harness puts the activity before the context, removes
                    marks like [header], encodes the whole text at once and splits it where the
-                   context ends. acc_norm chooses the highest probability per character.
+                   context ends. acc_norm chooses the highest log-probability per character.
                    GPT-2 124M: 0.2892, 0.3114; XL: 0.4004, 0.5089.
 
 The file holds, in this order, the data, the two conventions, the scoring and the command line.
@@ -27,7 +27,6 @@ import itertools
 import json
 import math
 import re
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,7 +92,7 @@ def fetch_once(run, path: str | None = None) -> Path:
             path = fetch(path)
         except (UserError, ConnectionError) as error:
             problem = str(error)
-    # If only that process knew, the others would wait for it, and end with a traceback about that
+    # If only one process knew of a failure, the others would wait for it and end with a traceback
     problem = max(run.gather(problem))
     if problem:
         raise ConnectionError(problem)
@@ -166,7 +165,7 @@ def render_rows(example: dict, tokenizer: tiktoken.Encoding, convention: str) ->
         return rows
     text = example["ctx"]
     if "ctx_b" in example:
-        # The second half begins the sentence that the ending goes on with
+        # ctx_b begins the sentence that the ending continues
         text = example["ctx_a"] + " " + example["ctx_b"].capitalize()
     if "activity_label" in example:
         text = f"{example['activity_label']}: {text}"
@@ -231,8 +230,8 @@ class Score:
 
     convention: str
     n: int
-    acc: int  # choosing by the probability of the whole ending
-    acc_norm: int  # choosing by the probability per token or per character
+    acc: int  # choosing by the log-probability of the whole ending
+    acc_norm: int  # choosing by the log-probability per token or per character
 
     @property
     def share(self) -> float:
@@ -283,8 +282,8 @@ def make_batches(
 @torch.no_grad()
 def score(model, path: Path, convention: str, device, examples: int = 10**9) -> Score:
     """Score a GPT of train_gpt2.py on the first examples of the file. Every process of a group
-    calls this, under the model's autocast. A process computes its share of the batches, and all
-    compute equally many, because the forward pass of a sharded model communicates."""
+    calls this, inside Run.eager. A process computes its share of the batches, and all compute
+    equally many, because the forward pass of a sharded model communicates."""
     config = model.config
     rows, labels = load_rows(path, config.tokenizer, convention, examples)
     n = len(labels)
@@ -361,9 +360,7 @@ def main(argv: list[str] | None = None) -> None:
         run_command(argv)
     except (UserError, ConnectionError) as error:
         status = train_gpt2.report(error, 2, "hellaswag.py")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    sys.exit(status)
+    train_gpt2.leave(status)
 
 
 if __name__ == "__main__":

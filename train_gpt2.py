@@ -41,7 +41,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 from zipfile import ZipFile, is_zipfile
 from zlib import crc32
 
@@ -1885,13 +1885,7 @@ def main(argv: list[str] | None = None) -> None:
         status = report(f"{error} A smaller --batch_size or --recompute needs less memory.", 1)
     except KeyboardInterrupt:
         status = report("interrupted", 128 + signal.SIGINT)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        # On the usual way out, a thread of PyTorch that still runs sometimes aborts the process.
-        # All work is done and on the disk
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    leave(status)
 
 
 def report(problem: object, status: int, script: str = "train_gpt2.py") -> int:
@@ -1900,10 +1894,21 @@ def report(problem: object, status: int, script: str = "train_gpt2.py") -> int:
     the others while they wait."""
     if not is_main():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(3)  # seconds; torchrun looks at its processes ten times a second
+        time.sleep(10)  # seconds; torchrun looks at its processes ten times a second
     with suppress(OSError):  # nobody reads stderr
         print(f"{script}: {problem}", file=sys.stderr)
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with the exit status, and its part in a group of processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        # On the usual way out, a thread of PyTorch that still runs sometimes aborts the process.
+        # All work is done and on the disk
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 # -----------------------------------------------------------------------------
