@@ -46,9 +46,9 @@ from zipfile import ZipFile, is_zipfile
 from zlib import crc32
 
 # GOMP_SPINCOUNT says for how many rounds of a loop PyTorch's CPU threads wait for each other before
-# they sleep. With Linux's default, 300,000, a step takes half as long again if another program uses
-# one of 2 cores. With 1,000 it does not, and alone it takes no longer. The variable must be set
-# before torch is imported
+# they sleep. With GNU OpenMP's default, 300,000, a step takes 1.5 times as long if another program
+# uses one of 2 cores. With 1,000 it does not, and on an idle machine a step takes no longer than
+# before. The variable must be set before torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
@@ -202,7 +202,7 @@ class GPT(nn.Module):
         # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
         # similar meanings should have similar rows in both, and it saves 39M parameters. To untie
         # the matrices, delete this line. Training and checkpoints need no other change, but GPT-2's
-        # own weights, which are tied, can then be neither loaded nor exported
+        # own weights, which are tied, can then not be loaded, and --export_hf refuses the model
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
@@ -236,16 +236,16 @@ class GPT(nn.Module):
 
         With targets (B, T) int64, return the cross entropy in nats instead: the mean over tokens,
         or with reduction="none" one value per token, (B, T). Targets of -1 do not count. A cache is
-        a list with one list per layer, empty at first. Each call appends its tokens' keys and
-        values, (B, nh, T, hs), to each layer's list. A later call has T = 1: one token that follows
-        all cached ones."""
+        a list with one list per layer, empty at first. After a call, a layer's list holds the keys
+        and the values of all tokens so far, (B, nh, tokens, hs) each. A later call has T = 1: one
+        token that follows all cached ones."""
         # The cache holds all earlier tokens, so their number is the position of the next one
         start = cache[0][0].size(2) if cache and cache[0] else 0
         pos = torch.arange(start, start + idx.size(1), device=idx.device)  # (T,)
         # What a token is and where it stands are added up in the same C channels
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         # Under bfloat16 autocast (Run.autocast), keep the residual stream in bfloat16 too:
-        # additions and LayerNorms are limited by memory bandwidth, so this saves 5% of the time at
+        # additions and LayerNorms are limited by memory bandwidth, so this saves 7% of the time at
         # equal loss. Under float16 autocast it stays in float32, because its sum could exceed
         # float16's largest number, 65504
         device = x.device.type
@@ -270,7 +270,7 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
         """Return a pretrained model in evaluation mode. `name` is whatever --init_from takes, such
-        as "gpt2". hellaswag.py and play.ipynb use this."""
+        as "gpt2". hellaswag.py uses this."""
         source = load_source(name)
         model = cls(GPTConfig(**source["config"]))
         model.load_weights(source["model"])
@@ -323,7 +323,7 @@ class GPT(nn.Module):
             {"params": matrices, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        # Fused: one kernel updates many tensors, on CUDA, MPS and CPU alike
+        # Fused: one pass over a tensor does its whole update, on CUDA, MPS and CPU alike
         adamw = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), eps=1e-8, fused=True)
         if optimizer == "adamw":
             return [adamw]
@@ -445,12 +445,12 @@ def read_tokens(shard: np.memmap, start: int, count: int) -> np.ndarray:
 
 
 def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
-    """Return {file name: tokens} of the shards with "train" or "val" in their name, sorted."""
+    """Return {file name: tokens} of the split's shards, which have train or val in their name."""
     require(Path(data_dir).is_dir(), f"there is no folder {data_dir}; {HOW_TO_GET_DATA}")
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
         if path.suffix in (".npy", ".bin") and path.is_file():
-            # Such a file would be in both splits, and the model validated on what it has learned
+            # A file with both words would be in both splits, and validate on what was learned
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
             shards[path.name] = read_shard(path)
@@ -474,7 +474,7 @@ class DataLoaderLite:
 
     Each shard is cut into windows of T inputs and one more token, the last target, so neighbouring
     windows share a token. What is left at the end of a shard, at most T tokens, is not used.
-    A window may hold several documents, whose tokens attend to each other, as in GPT-2's training.
+    A window may hold several documents, whose tokens attend to each other, as in GPT-3's training.
 
     All processes read one common sequence of windows, and an optimizer step takes the same windows
     from it for every B and every number of processes. With a seed, each epoch shuffles the shards,
@@ -648,7 +648,7 @@ class Run:
     compile: bool  # whether training and validation run compiled
     rank: int  # of this process; 0 prints and writes files
     world_size: int  # the number of processes
-    runs_ahead: bool = False  # Python starts a step before it has the last one's results
+    runs_ahead: bool = False  # Python starts a step before it has the previous step's results
 
     def autocast(self) -> torch.autocast:
         """Return the context in which matrix products and attention run in 16 bits, if dtype asks
@@ -731,7 +731,8 @@ def cut_local(whole: Tensor, p: Tensor) -> Tensor:
 
 def setup_run(args: Namespace) -> Run:
     """Choose device and precision, and connect to the other processes if torchrun started some."""
-    # torchrun sets these variables: RANK counts processes over all machines, LOCAL_RANK on one
+    # torchrun sets these variables: RANK numbers the processes of all machines, from 0 on, and
+    # WORLD_SIZE says how many there are
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     device = choose_device(args.device)
@@ -746,7 +747,7 @@ def setup_run(args: Namespace) -> Run:
     )
     if world_size > 1:
         # A restarted group must not find the addresses that the dead group left in torchrun's store
-        store, rank, world_size = next(dist.rendezvous("env://"))  # as torchrun has set it
+        store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -759,9 +760,12 @@ def setup_run(args: Namespace) -> Run:
         torch._dynamo.config.optimize_ddp = False
     dtype = args.dtype
     if dtype == "auto":
-        dtype = "float32"
-        if capability >= (7, 0):
-            dtype = "bfloat16" if capability >= (8, 0) else "float16"
+        if capability >= (8, 0):
+            dtype = "bfloat16"
+        elif capability >= (7, 0):
+            dtype = "float16"
+        else:
+            dtype = "float32"
     # "high" lets float32 matrix products use TF32
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     # In PyTorch 2.11 the key of the cache of compiled graphs lacks autocast's dtype. A bfloat16 run
@@ -793,7 +797,7 @@ def choose_device(name: str) -> torch.device:
 
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 # the fields of State that a checkpoint holds as they are
-PROGRESS = {"step", "position", "skipped"}
+PROGRESS = ("step", "position", "skipped")
 
 
 @dataclass
@@ -812,8 +816,8 @@ class State:
 
     def restore(self, checkpoint: dict) -> None:
         """Continue from a checkpoint, whose weights the model already has."""
-        for name in PROGRESS & checkpoint.keys():  # older checkpoints lack some
-            setattr(self, name, checkpoint[name])
+        for name in PROGRESS:
+            setattr(self, name, checkpoint.get(name, 0))  # older checkpoints lack `skipped`
         if "recent" in checkpoint:
             self.recent = checkpoint["recent"].to(self.recent.device)
         if checkpoint["scaler"]:  # empty unless the run used float16
@@ -933,7 +937,7 @@ def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float
         x, y = loader.next_batch()
         # Rows beyond the last window do not count
         y = y.masked_fill(first + rows >= windows, -1)
-        with run.autocast():  # the same shapes as in training, so the compiled model serves
+        with run.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y, reduction="none").sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
     total = torch.stack(sums).cpu().double().sum().float().to(run.device)
@@ -992,11 +996,11 @@ def print_samples(model: GPT, args: Namespace, run: Run) -> None:
 # Source: NVIDIA's data sheets, for dense matrix products that accumulate in float32. GPUs before
 # Ampere have no TF32 and compute in float32 instead.
 PEAK_TFLOPS = {
-    "B200": (2250, 1125, 75),      "H200": (989, 494, 67),         "H100 PCIe": (756, 378, 51),
-    "H100 NVL": (835, 417, 60),    "H100": (989, 494, 67),         "A100": (312, 156, 19.5),
-    "L40S": (362, 183, 91.6),      "L4": (121, 60, 30.3),          "A10G": (70, 35, 31.2),
+    "B200": (2250, 1125, 75),      "H200 NVL": (835, 417, 60),     "H200": (989, 494, 67),
+    "H100 PCIe": (756, 378, 51),   "H100 NVL": (835, 417, 60),     "H100": (989, 494, 67),
+    "A100": (312, 156, 19.5),      "L40S": (362, 183, 91.6),       "L4": (121, 60, 30.3),
+    "A10G": (70, 35, 31.2),        "V100": (125, 15.7, 15.7),      "T4": (65, 8.1, 8.1),
     "RTX 5090": (210, 105, 105),   "RTX 4090": (165, 83, 82.6),    "RTX 3090": (71, 36, 35.6),
-    "V100": (125, 15.7, 15.7),     "T4": (65, 8.1, 8.1),
 }  # fmt: skip
 
 
@@ -1011,8 +1015,9 @@ def peak_tokens_per_second(model: GPT, T: int, run: Run) -> float | None:
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
     # which of the three peaks counts
     column = {"bfloat16": 0, "float16": 0, "tf32": 1, "float32": 2}[run.dtype]
+    gpu = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
     for name, peaks in PEAK_TFLOPS.items():
-        if run.device.type == "cuda" and re.search(rf"\b{name}\b", torch.cuda.get_device_name()):
+        if re.search(rf"\b{name}\b", gpu):
             return run.world_size * peaks[column] * 1e12 / flops_per_token
     return None
 
@@ -1035,9 +1040,9 @@ class Log:
                 print0(f"replacing the run in {args.log_dir}")
             for old in [*list_checkpoints(args.log_dir), path]:
                 old.unlink(missing_ok=True)
-        for unreadable in list_checkpoints(args.log_dir):
-            if int(unreadable.stem[6:]) > start:  # by this name it would count as the newest
-                unreadable.rename(f"{unreadable}.damaged")
+        for old in list_checkpoints(args.log_dir):
+            if int(old.stem[6:]) > start:  # it is damaged, or --resume would have continued it
+                old.rename(f"{old}.damaged")
         for partial in path.parent.glob("model_*.pt.*.tmp"):  # left behind by a killed process
             partial.unlink()
         # Half a line, left by a crash, and anything else that is no record is dropped
@@ -1099,9 +1104,9 @@ def shard(whole: GPT, args: Namespace, run: Run) -> GPT:
             part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
         fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
     model.to_empty(device=run.device)  # memory for this process's parts
-    # Only shapes, except in the first process. GPT-2 has no buffers, but a fork may have some
+    # In the first process. In the others they are only shapes. A fork may have buffers, too
     weights = dict(whole.named_parameters()) | dict(whole.named_buffers())
-    # One after another, so that no GPU holds all of them
+    # Send them one after another, so that no GPU holds all of them
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         weight = torch.empty(p.shape, dtype=p.dtype, device=run.device)
         if run.rank == 0:
@@ -1242,7 +1247,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
             break
 
         # one optimizer step, on the mean gradient of total_batch_size tokens
-        if not unread:  # the first step, or one after an evaluation, whose time does not count
+        if not unread:  # with a GPU: the first step, or one after an evaluation, which is not timed
             begin = run.mark()
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
@@ -1292,7 +1297,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         scaler.update()
 
         # With a GPU, Python reads the results of a step only after it has started the next one: a
-        # GPU that waited for Python would idle for 2 ms a step. Before an evaluation it reads all
+        # GPU that waited for Python would idle for 2 ms a step. An evaluation needs all results
         results = torch.stack((*values, skip)).to("cpu", non_blocking=run.runs_ahead)
         end = run.mark()  # after the copy: who waits for the mark can read the results
         unread.append(Update(step, lr, train_loader.position, results, begin, end))
@@ -1304,7 +1309,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
             val_loss = None  # the last one is of an earlier step
             break
 
-    while unread:  # steps that were started before the results of the last ones were read
+    while unread:  # the step that was started before Python knew that it must stop
         must_stop |= finish_update(unread.popleft(), state, log, args, run)
     problem = max(run.gather(train_loader.damage or val_loader.damage))  # "" where there is none
     require(not problem or state.step > start, problem)  # without an update, nothing to save
@@ -1334,7 +1339,7 @@ QUICKSTART = {
     "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 700, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
-# --optimizer muon. tests/benchmarks/README.md has the runs that these values come from
+# Defaults with --optimizer muon, from runs in tests/benchmarks/README.md. settle_args has others
 MUON = {"schedule": "wsd", "weight_decay": 0.2, "min_lr": 0.0}
 
 
@@ -1362,7 +1367,7 @@ FLAGS = {
         "seq_len": (int, "T: tokens in a sequence (default: the model's context)"),
         "total_batch_size": (2**19, "tokens per optimizer step, over all GPUs"),  # 524288
         "max_steps": (19073, "optimizer steps"),  # 10B tokens / 2**19
-        "epochs": (float, "set max_steps so that the data is read so many times"),
+        "epochs": (float, "set max_steps so that the data is read this many times"),
     },
     "optimizer": {
         "optimizer": ("adamw", "muon learns faster; it changes defaults of the flags below"),
@@ -1380,23 +1385,23 @@ FLAGS = {
         "dtype": ("auto", "precision of matrix products"),
         "compile": (bool, "use torch.compile (default: on NVIDIA GPUs)"),
         "recompute": (False, "save memory: compute each block again in the backward pass"),
-        "zero": (0, "1, 2: the GPUs share gradients and optimizer state; 3: and weights"),
+        "zero": (0, "1, 2: shard gradients and optimizer state over the GPUs; 3: weights, too"),
     },
     "evaluation": {
-        "val_every": (250, "validate every so many steps, 0: never"),
+        "val_every": (250, "validate every this many steps, 0: never"),
         "val_tokens": (20 * 2**19, "tokens to validate on"),
         "hellaswag_every": (int, "score HellaSwag, 0: never (default: 250, on a CPU 0)"),
         "sample_every": (250, "print samples, 0: never"),
     },
     "checkpoints": {
-        "save_every": (5000, "save every so many steps, 0: never"),
+        "save_every": (5000, "save every this many steps, 0: never"),
         "keep": (0, "how many of the newest checkpoints to keep, 0: all"),
         "resume": (False, "continue log_dir's newest checkpoint"),
         "overwrite": (bool, "delete the run in log_dir first"),
     },
     "debugging and outliers": {
         "overfit_one_batch": (False, "train on the first batch only, to debug"),
-        "skip_loss_z": (0.0, "skip updates with a loss so many deviations above the mean, 0: none"),
+        "skip_loss_z": (0.0, "skip updates whose loss is this many deviations too high, 0: none"),
         "skip_grad_z": (0.0, "the same for the gradient norm"),
     },
     "other things to do": {
@@ -1509,8 +1514,8 @@ def settle_args(args: Namespace, checkpoint: dict, run: Run) -> tuple[Namespace,
     # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
     warmup = round(715 * min(1, new.max_steps / 19073))
     if args.optimizer == "muon":
-        # Both values come from measurements, see tests/benchmarks/README.md. AdamW needs the long
-        # warmup, because its first steps divide by second moments of few gradients
+        # Both values come from measurements, see tests/benchmarks/README.md. Muon needs
+        # hardly any warmup
         rate *= 10
         warmup = min(10, warmup)
     new.max_lr = first_given(args.max_lr, rate)
@@ -1575,8 +1580,8 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     with torch.device("meta"):  # shapes without memory
         parameters = sum(p.numel() for p in GPT(config).parameters())
     # 1. float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
-    #    16-bit copies of the weights, and of some gradients, take about 4 more. With --zero the 16
-    #    bytes are shared out; 1 and 2 also keep the gathered weights, 4 bytes each
+    #    16-bit copies of the weights, and of some gradients, take about 4 more. With --zero only
+    #    the 16 bytes count, divided by the processes; 1 and 2 add gathered weights, 4 bytes each
     fixed = 20 * parameters
     if args.zero:
         fixed = 16 * parameters // run.world_size
@@ -1585,7 +1590,7 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     # 2. A block keeps 16 C values of every token for the backward pass: two residual sums, two
     #    LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
     #    Autocast keeps some of them in float32, which counts as 20 C values of 2 bytes
-    size = 4  # bytes per value
+    size = 4  # bytes per value, or per logit
     block = 16 * config.n_embd * 4  # bytes per token
     if run.dtype in ("bfloat16", "float16"):
         size = 2
@@ -1597,16 +1602,16 @@ def estimate_memory(config: GPTConfig, B: int, args: Namespace, run: Run) -> int
     #    12 bytes per logit were measured
     uses_kernel = triton is not None and run.dtype == "bfloat16"
     compiles_loss = run.compile and not args.zero  # --zero compiles only the blocks
-    if not (compiles_loss or uses_kernel):
-        size = 12
-    per_token += config.vocab_size * size
+    logit_size = size if compiles_loss or uses_kernel else 12
+    per_token += config.vocab_size * logit_size
     return fixed + B * args.seq_len * per_token
 
 
 def choose_batch_size(args: Namespace, config: GPTConfig, run: Run) -> int:
     """Return B, the sequences in a micro-step of one process: --batch_size, or for auto the largest
-    power of two that fits. A micro-step is one forward and backward pass; the gradients of
-    grad_accum_steps of them add up to one optimizer step."""
+    power of two that fits into a GPU, and on a CPU the largest number with up to 8192 tokens. A
+    micro-step is one forward and backward pass; the gradients of grad_accum_steps of them add up to
+    one optimizer step."""
     T = args.seq_len
     total = args.total_batch_size  # tokens
     sequences, rest = divmod(total, T * run.world_size)  # sequences of each process in a step
@@ -1656,9 +1661,9 @@ def describe(
         found = f"the validation split has {val_tokens:,} tokens"
         lines.append(f"note: {found}, fewer than --val_tokens {args.val_tokens:,}")
     if model.config.block_size > T and not args.quickstart:
-        lines.append(f"warning: the model's positions from {T} on stay untrained")
+        lines.append(f"warning: this run trains no positions from {T} on")
     if epochs > 4:  # Muennighoff et al. 2023, arXiv:2305.16264
-        lines.append("warning: after 4 epochs, repeated data teaches little")
+        lines.append("warning: after 4 epochs, repeated data teaches less and less")
     if epochs_per_step > 0.2:
         found = f"a step sees {epochs_per_step:.1f} epochs of the data"
         lines.append(f"warning: {found}; a smaller --total_batch_size gives more steps")
@@ -1758,8 +1763,8 @@ def find_checkpoint(args: Namespace) -> dict:
 
 @contextmanager
 def locked(folder: str) -> Iterator[None]:
-    """Make the folder and hold its lock, which ends with the process however that ends. Raises
-    UserError if another process holds it."""
+    """Make the folder and hold its lock, which the system releases when the process ends, however
+    it ends. Raises UserError if another process holds the lock."""
     require(not Path(folder).is_file(), f"{folder} is a file, expected a folder or a new name")
     Path(folder).mkdir(parents=True, exist_ok=True)
     if os.name != "posix" or not is_main():
@@ -1828,7 +1833,7 @@ def use_model(args: Namespace, source: dict) -> int:
         print0(f"wrote {args.export_hf} for transformers")
         trained = source["args"]["seq_len"]
         if trained < context:
-            print0(f"note: only its first {trained} positions are trained; longer texts go wrong")
+            print0(f"note: its run trained only {trained} positions; longer texts may go wrong")
     if args.sample:
         run = setup_run(args)
         print_samples(model.to(run.device), args, run)
@@ -1946,15 +1951,15 @@ if triton:
 
     @triton.jit
     def load_block(
-        row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, keep: tl.constexpr
+        row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, eviction: tl.constexpr
     ):
         """Return row[start : start + size] in float32, with -inf from V on. Only the last block is
-        masked, because masking costs time. `keep` is the policy of the GPU's cache."""
+        masked, because masking costs time. `eviction` tells the GPU's cache how long to keep it."""
         columns = start + tl.arange(0, size)
         if start + size <= V:
-            x = tl.load(row + columns, eviction_policy=keep)
+            x = tl.load(row + columns, eviction_policy=eviction)
         else:
-            x = tl.load(row + columns, columns < V, -float("inf"), eviction_policy=keep)
+            x = tl.load(row + columns, columns < V, -float("inf"), eviction_policy=eviction)
         return x.to(tl.float32)
 
     @triton.jit
@@ -2035,7 +2040,7 @@ class Muon(torch.optim.Optimizer):
             average.lerp_(gradient, 1 - group["momentum"])
             # Nesterov's momentum: the average as it would be after the same gradient once more
             ahead = gradient.lerp(average, group["momentum"])
-            # bfloat16 is exact enough. A CPU, and a GPU without it, computes faster in float32
+            # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
             if p.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
                 ahead = ahead.bfloat16()
             averages.append(gathered(ahead))

@@ -248,7 +248,8 @@ def test_defaults_in_the_readme_are_the_scripts_own(tmp_path):
         f"log/quickstart/model_{tiny.max_steps:05d}.pt",
         args.data_dir,
         f"{muon.max_lr / settled.max_lr:.0f} times GPT-3's learning rate, the {muon.schedule}"
-        f" schedule, weight decay {muon.weight_decay} and {muon.warmup_steps} steps of warmup",
+        f" schedule down to {muon.min_lr:g}, weight decay {muon.weight_decay} and"
+        f" {muon.warmup_steps} steps of warmup",
         f"longer than {fineweb.SEGMENT_CHARS:,} characters",
         f"at most {fineweb.PIECE:,} tokens",
     ]
@@ -305,7 +306,7 @@ TWICE = {
     ),
     "scaling": (
         r"train at (\d+)% of twice the speed.*?two reach (\d+)% and four (\d+)% of linear",
-        r"\| 524,288 \|.*?\| (\d+)% \|.*?\| (\d+)% \|.*?(\d+)% of linear \(one GPU",
+        r"\| 524,288 \|.*?\| (\d+)% \|.*?\| (\d+)% \|.*?four H200 took 122.5 ms \((\d+)%\)",
     ),
     "sharded models": (
         r"trains at ([\d,]+) .*? with `--zero 2` and ([\d,]+) with `--zero 3`.*?at ([\d,]+) ",
