@@ -119,15 +119,17 @@ def parse_example(line: bytes, where: str) -> dict:
         example = json.loads(line)
         if "ctx" not in example:
             example["ctx"] = f"{example['ctx_a']} {example['ctx_b']}".strip()
-        texts = [example["ctx"], *example["endings"]]
-        texts += [example[key] for key in ("ctx_a", "ctx_b", "activity_label") if key in example]
+        texts = [example["ctx"], *example["endings"], example.get("activity_label", "")]
+        if "ctx_b" in example:
+            texts += [example["ctx_a"], example["ctx_b"]]
         label = str(example["label"])  # the original file has numbers, some copies have texts
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{where}: not an example of HellaSwag ({error!r})") from error
     # "abcd" would pass for four endings, and an empty ending has no length to divide by
     is_example = isinstance(example["endings"], list) and len(example["endings"]) == 4
-    is_example = is_example and label in ("0", "1", "2", "3") and all(example["endings"])
+    is_example = is_example and label in ("0", "1", "2", "3")
     is_example = is_example and all(isinstance(text, str) for text in texts)
+    is_example = is_example and all(clean(ending) for ending in example["endings"])
     require(is_example, f"{where}: expected a text ctx, 4 texts as endings and a label from 0 to 3")
     return example
 
@@ -206,15 +208,22 @@ def get_most_likely_row(tokens: torch.Tensor, mask: torch.Tensor, logits: torch.
 
 @lru_cache
 def load_rows(
-    path: Path, tokenizer_name: str, convention: str, examples: int
+    path: Path, tokenizer_name: str, convention: str, block_size: int, examples: int
 ) -> tuple[list[Row], np.ndarray]:
-    """Return the rows of the file's first examples, 4 for each, and the labels, (n,) int64. That
-    takes a second, and the process remembers it."""
+    """Return the rows of the file's first examples, 4 for each, and the labels, (n,) int64. Of a
+    row longer than the context, the end is kept. That takes a second, and the process remembers
+    it."""
     tokenizer = fineweb.get_tokenizer(tokenizer_name)
     rows = []
     labels = []
     for example in itertools.islice(iterate_examples(path), examples):
-        rows += render_rows(example, tokenizer, convention)
+        for row in render_rows(example, tokenizer, convention):
+            cut = max(0, len(row.tokens) - (block_size + 1))
+            row.tokens = row.tokens[cut:]
+            row.start = max(1, row.start - cut)  # nothing predicts a row's first token
+            if convention == "build-nanogpt":  # the mean is over the tokens that are predicted
+                row.length = max(1, len(row.tokens) - row.start)
+            rows.append(row)
         labels.append(int(example["label"]))
     require(rows, f"{path} holds no examples")
     return rows, np.array(labels)
@@ -254,9 +263,9 @@ def make_batches(
     """Return the rows of the first examples in batches of at most batch_tokens tokens: the numbers
     (B,) of the rows, their tokens (B, T) and their targets (B, T), all int64. A target is -1
     outside the ending, and there is no loss. Rows are sorted by length, so that a batch needs
-    little padding. Of a row longer than the context, the end is kept."""
-    rows, _ = load_rows(path, tokenizer, convention, examples)
-    lengths = np.array([min(len(row.tokens), block_size + 1) for row in rows])
+    little padding."""
+    rows, _ = load_rows(path, tokenizer, convention, block_size, examples)
+    lengths = np.array([len(row.tokens) for row in rows])
     order = np.argsort(-lengths, kind="stable")
     batches = []
     first = 0
@@ -266,10 +275,8 @@ def make_batches(
         tokens = np.zeros((len(numbers), width), np.int64)
         targets = np.full((len(numbers), width), -1)
         for i, number in enumerate(numbers):
-            whole = rows[number].tokens
-            row = whole[-lengths[number] :]
-            # Cutting the row moves the start of the ending. Nothing predicts the row's first token
-            start = max(1, rows[number].start - (len(whole) - len(row)))
+            row = rows[number].tokens
+            start = rows[number].start
             tokens[i, : len(row)] = row
             targets[i, start - 1 : len(row) - 1] = row[start:]  # position i predicts token i + 1
         # the last token is never an input, only a target
@@ -285,12 +292,10 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     calls this, inside Run.eager. A process computes its share of the batches, and all compute
     equally many, because the forward pass of a sharded model communicates."""
     config = model.config
-    rows, labels = load_rows(path, config.tokenizer, convention, examples)
+    what = (path, config.tokenizer, convention, config.block_size, examples)
+    rows, labels = load_rows(*what)
     n = len(labels)
-    batch_tokens = BATCH_TOKENS[torch.device(device).type]
-    batches = make_batches(
-        path, config.tokenizer, convention, config.block_size, examples, batch_tokens
-    )
+    batches = make_batches(*what, BATCH_TOKENS[torch.device(device).type])
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
@@ -358,7 +363,7 @@ def main(argv: list[str] | None = None) -> None:
     status = 0
     try:
         run_command(argv)
-    except (UserError, ConnectionError) as error:
+    except (UserError, OSError) as error:
         status = train_gpt2.report(error, 2, "hellaswag.py")
     train_gpt2.leave(status)
 

@@ -85,8 +85,9 @@ def score_plainly(model, path, convention) -> tuple[int, int, int]:
         for row in render_rows(example, tokenizer, convention):
             tokens = torch.tensor([row.tokens[-(model.config.block_size + 1) :]])
             losses = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
-            sums.append(losses[-(len(row.tokens) - row.start) :].double().sum().item())
-            means.append(sums[-1] / row.length)
+            losses = losses[-(len(row.tokens) - row.start) :].double()
+            sums.append(losses.sum().item())
+            means.append(losses.mean() if convention == "build-nanogpt" else sums[-1] / row.length)
         n += 1
         acc += int(np.argmin(sums) == int(example["label"]))
         acc_norm += int(np.argmin(means) == int(example["label"]))
@@ -119,7 +120,8 @@ def test_counts_are_those_of_one_row_at_a_time(shared, convention, monkeypatch):
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("block_size", [1024, 90, 24, 6])
 def test_an_example_too_long_is_cut_from_the_left(shared, convention, block_size, tmp_path):
-    """Rows of one example cut to different beginnings, or an ending that loses its end."""
+    """Rows of one example cut to different beginnings; an ending that loses its end, or whose mean
+    is divided by tokens that were cut off, so that the longest ending wins."""
     model = make_model(block_size=block_size)
     lines = shared.read_text().splitlines(keepends=True)
     path = write_examples(tmp_path / "some.jsonl")
@@ -253,6 +255,9 @@ FILES = {  # content of a file: what is printed, the number of examples or the o
     json.dumps(EXAMPLE | {"label": 4}): "a label from 0 to 3",
     json.dumps(EXAMPLE | {"label": 1.5}): "a label from 0 to 3",
     json.dumps(EXAMPLE | {"label": "x"}): "a label from 0 to 3",
+    json.dumps(EXAMPLE | {"ctx_b": "half"}): "KeyError('ctx_a')",
+    json.dumps(EXAMPLE | {"endings": ["[step]", "b", "c", "d"]}): "4 texts as endings",
+    "[" * 100_000: "RecursionError",
 }
 
 
