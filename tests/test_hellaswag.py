@@ -261,7 +261,7 @@ FILES = {  # content of a file: what is printed, the number of examples or the o
 }
 
 
-@pytest.mark.parametrize("content", FILES)
+@pytest.mark.parametrize("content", FILES, ids=lambda content: content[:60])
 def test_a_file_is_scored_or_refused_in_one_line(content, tmp_path, capsys):
     """A JSON error without the place, an example counted as wrong, a division by zero."""
     (tmp_path / "val.jsonl").write_text(content)
