@@ -112,6 +112,30 @@ def naming(place: str, kind: type[Exception] = UserError) -> Iterator[None]:
         raise kind(f"{place}: {type(error).__name__}: {error}") from error
 
 
+def protect_output() -> None:
+    """Replace characters that the terminal cannot show. If stdin, stdout or stderr is closed, open
+    the null device in its place: otherwise a file could get its number, 1 for example, and every
+    print would land in that file."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
+        pass
+    os.close(descriptor)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # it was closed
+            setattr(sys, name, open(os.devnull, "w", errors="replace"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def say(*lines: str) -> None:
+    """Print lines without buffering. Output that nobody reads any more, after `| head` or a closed
+    terminal, never ends a run: from then on it goes nowhere."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
+
+
 def refuse_arguments(message: str) -> NoReturn:
     """Raise UserError for what argparse finds wrong. A parser takes this as its `error` method."""
     raise UserError(f"{message}; --help lists the flags")
@@ -177,9 +201,7 @@ def open_files(args: argparse.Namespace) -> Source:
     """Open local files, each once, in the order of their names."""
     found = {}
     for pattern in args.files:
-        matches = sorted(glob.glob(pattern, recursive=True))
-        if os.path.exists(pattern):  # then it is no pattern, whatever brackets are in its name
-            matches = [pattern]
+        matches = find_files(pattern)
         require(matches, f"--files {pattern}: there is no such file")
         for path in matches:
             known = re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", path)
@@ -187,6 +209,12 @@ def open_files(args: argparse.Namespace) -> Source:
             found.setdefault(os.path.realpath(path), path)  # one file may have many spellings
     paths = sorted(found.values())
     return Source(paths, lambda k: read_file(paths[k], args.text_key))
+
+
+def find_files(pattern: str) -> list[str]:
+    """Return the files that a pattern matches. A path that exists is none, whatever brackets it
+    has."""
+    return [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
 def read_file(path: str, text_key: str) -> Iterator[Iterable[str]]:
@@ -197,7 +225,7 @@ def read_file(path: str, text_key: str) -> Iterator[Iterable[str]]:
 
             with parquet.ParquetFile(path) as file:
                 yield from read_tables(file.iter_batches(TABLE_ROWS), text_key, path)
-    elif ".jsonl" not in os.path.basename(path):
+    elif re.search(r"\.txt(\.(gz|xz|zst))?$", path):
         yield decode(read_bytes(path), path)
     else:
         # Lines are separated before they are decoded: a megabyte at once would be decoded to two
@@ -242,7 +270,9 @@ def decompress_xz(blocks: Iterator[bytes]) -> Iterator[bytes]:
                 block = block.lstrip(b"\0")  # zeros may stand between streams
                 stream = lzma.LZMADecompressor() if block else stream
             else:
-                yield stream.decompress(block)
+                yield stream.decompress(block, BLOCK)  # a block may hold gigabytes of equal lines
+                while not (stream.eof or stream.needs_input):
+                    yield stream.decompress(b"", BLOCK)
                 block = stream.unused_data  # empty before the end of the stream
     if not stream.eof:
         raise EOFError("the compressed file ends early")
@@ -324,7 +354,7 @@ def open_hub(args: argparse.Namespace, revision: str | None) -> Source:
     splits = files or builder.info.splits or []
     require("train" in splits, f"{args.dataset} has no split named train, but {list(splits)}")
     if "validation" in splits:
-        print(f"{args.dataset}: validation is taken from train, its split validation is not used")
+        say(f"{args.dataset}: validation is taken from train, its split validation is not used")
     # A copy counts as one file
     names = list(files["train"]) if args.streaming else [args.dataset]
 
@@ -697,13 +727,13 @@ class ShardWriter:
         # is killed between the two, the next start renames the shard
         save_meta(self.args.meta_path, self.meta)
         rename(path + ".tmp", path)
-        tqdm.write(f"{name}: {tokens:,} tokens, {sum(self.count.values()):,} in all")
-        sys.stdout.flush()
+        with tqdm.external_write_mode():  # the line stands above the progress bar
+            say(f"{name}: {tokens:,} tokens, {sum(self.count.values()):,} in all")
 
     def finish_all(self) -> None:
         """Finish the last shards, and with them the run. Raises UserError without train tokens."""
-        found = f"{self.meta['source']}: {self.count['val']:,} tokens in all, none to train on"
-        require(self.count["train"], f"{found}: take more documents, or lower --val_tokens")
+        if self.args.parts == 1:  # a part may be empty, or all validation
+            require_training(self.meta)
         for split in list(self.files):
             self.finish(split)
         self.progress.update(position=None, done=True)
@@ -714,6 +744,13 @@ class ShardWriter:
         for file in self.files.values():
             with suppress(OSError):  # a full disk, which is being reported already
                 file.close()
+
+
+def require_training(meta: dict) -> None:
+    """Raise UserError unless there are tokens to train on."""
+    tokens = meta["progress"]["tokens"]
+    found = f"{meta['source']}: {tokens['val']:,} tokens in all, none to train on"
+    require(tokens["train"], f"{found}: take more documents, or lower --val_tokens")
 
 
 def fill_shards(writer: ShardWriter, batches: Iterable[list]) -> Iterator[int]:
@@ -751,35 +788,41 @@ def save_meta(path: str, meta: dict) -> None:
         file.write(json.dumps(meta, indent=1).encode())
 
 
-def load_metas(folder: str) -> tuple[dict[str, dict], dict[str, dict], list[str]]:
-    """Return the meta.json of a folder and those of parts, by path; the shards that they list, by
-    name; and the names of other shards. Raises UserError for another program's meta.json."""
+def load_metas(folder: str) -> tuple[dict[str, dict], set[str]]:
+    """Return the meta.json of a folder and those of parts, by path, and the names of all shards in
+    the folder. Raises UserError for another program's meta.json."""
     # A shard is listed in a meta.json before it appears in the folder. So the folder is looked at
     # first: what another part finishes in between is then not taken for foreign.
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     metas = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "meta*.json"))):
+        if not re.fullmatch(r"meta(-\d+-of-\d+)?\.json", os.path.basename(path)):
+            continue
         with naming(path):
             meta = json.loads(Path(path).read_text("utf-8"))
-        known = isinstance(meta, dict) and {"options", "shards", "progress"} <= set(meta)
-        version = meta.get("version", 1) if known else 0
-        # An older version's position means something else; its finished shards are as good as ours
-        older = version < META_VERSION and known and meta["progress"].get("done")
+            known = {"options", "shards", "progress"} <= set(meta)
+            version = meta.get("version", 1) if known else 0
+            # An older version's position means something else; its finished shards are good
+            older = known and version < META_VERSION and meta["progress"].get("done")
         known = version == META_VERSION or older
         other = f"{path} was not written by this version of fineweb.py"
         require(known, f"{other}: choose another --out, or delete it and its shards")
         metas[path] = meta
-    shards = {name: shard for meta in metas.values() for name, shard in meta["shards"].items()}
-    pattern = re.compile(r".*(train|val).*\.(npy|bin)")  # what the trainer would read
-    unlisted = [name for name in names if pattern.fullmatch(name) and name not in shards]
-    return metas, shards, unlisted
+    # All that the trainer would read
+    return metas, {name for name in names if re.fullmatch(r".*(train|val).*\.(npy|bin)", name)}
+
+
+def list_shards(metas: dict[str, dict]) -> dict[str, dict]:
+    """Return the shards of all these meta.json, by name."""
+    return {name: shard for meta in metas.values() for name, shard in meta["shards"].items()}
 
 
 def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
     """Return this run's meta.json as an earlier run left it, or a new one. Raises UserError if the
     folder holds something that belongs neither to this run nor to another part of the same dataset.
     The data is compared once its source is open."""
-    metas, _, unlisted = load_metas(args.out)
+    metas, found = load_metas(args.out)
+    unlisted = sorted(found - list_shards(metas).keys())
     if args.overwrite:  # whatever it is, it will be deleted
         metas.pop(args.meta_path, None)
     enc = get_tokenizer(args.tokenizer)
@@ -805,8 +848,8 @@ def find_meta(args: argparse.Namespace, source: Source | None = None) -> dict:
         if path == args.meta_path:
             hint += ", or start over with --overwrite"
         check_same_run(path, meta, new, hint)
-    found = f"{args.out} holds {''.join(unlisted[:1])}, which is not of this run"
-    require(not unlisted, f"{found}: delete it, or choose another --out")
+    foreign = f"{args.out} holds {''.join(unlisted[:1])}, which is not of this run"
+    require(not unlisted, f"{foreign}: delete it, or choose another --out")
     return metas.get(args.meta_path, new)
 
 
@@ -829,16 +872,24 @@ def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
     if args.overwrite:
         shards = load_metas(args.out)[0].get(args.meta_path, {"shards": {}})["shards"]
         paths = [os.path.join(args.out, name) for name in shards]
-        paths += glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp"))
         # A meta.json that lists all parts is out of date now
         for path in (*paths, args.meta_path, os.path.join(args.out, "meta.json")):
             Path(path).unlink(missing_ok=True)
-    for name, shard in meta["shards"].items():
-        path = os.path.join(args.out, name)
-        if os.path.exists(path + ".tmp"):  # listed, but not renamed yet
-            rename(path + ".tmp", path)
-        require_shard(path, shard["tokens"], args.format)
+    opened = [name for name, _ in meta["progress"]["open"].values()]
+    for temporary in glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp")):
+        path = temporary.removesuffix(".tmp")
+        if os.path.basename(path) in meta["shards"]:  # listed, but not renamed yet
+            rename(temporary, path)
+        elif os.path.basename(path) not in opened:  # of a start before the first meta.json
+            os.remove(temporary)
+    require_shards(args.out, meta)
     return meta
+
+
+def require_shards(folder: str, meta: dict) -> None:
+    """Raise UserError unless all shards of a meta.json are there, none of them cut short."""
+    for name, shard in meta["shards"].items():
+        require_shard(os.path.join(folder, name), shard["tokens"], meta["options"]["format"])
 
 
 @contextmanager
@@ -859,12 +910,15 @@ def lock(args: argparse.Namespace) -> Iterator[None]:
 
 def verify(args: argparse.Namespace) -> None:
     """Read every shard of a folder again. Raises UserError saying all that is wrong."""
-    metas, shards, unlisted = load_metas(args.out)
+    metas, found = load_metas(args.out)
     require(metas, f"{args.out} has no meta.json to compare its shards with")
+    shards = list_shards(metas)
     wrong = [f"{path} is not finished" for path in metas if not metas[path]["progress"]["done"]]
     if args.meta_path not in metas:
         wrong.append("the parts are no dataset until --merge has found and listed all of them")
-    wrong += [f"{name} is in no meta.json" for name in unlisted]
+    else:  # the shards of a part that is not merged would be read, too
+        shards = metas[args.meta_path]["shards"]
+    wrong += [f"{name} is not in meta.json" for name in sorted(found - shards.keys())]
     # All shards are read, also after the first damaged one: they are replaced together
     for name in sorted(shards):
         path = os.path.join(args.out, name)
@@ -875,18 +929,22 @@ def verify(args: argparse.Namespace) -> None:
     repair = "To replace a shard, run its command again with another --out and copy it from there"
     require(not wrong, f"{args.out}: {', '.join(wrong)}. {repair}: it is the same byte for byte")
     tokens = sum(shard["tokens"] for shard in shards.values())
-    print(f"{args.out}: {len(shards)} shards, {tokens:,} tokens, all as meta.json says")
+    say(f"{args.out}: {len(shards)} shards, {tokens:,} tokens, all as meta.json says")
 
 
 def merge(args: argparse.Namespace) -> dict:
     """List all parts' shards in one meta.json, and return it. Raises UserError if they are not one
     dataset."""
-    metas, shards, _ = load_metas(args.out)
+    metas, found = load_metas(args.out)
     metas.pop(args.meta_path, None)  # an earlier merge's, or that of a run without parts
     require(metas, f"{args.out} has no parts to merge: --part 1/4 makes the first of four")
+    shards = list_shards(metas)
+    unlisted = sorted(found - shards.keys())
+    require(not unlisted, f"{args.out} holds {''.join(unlisted[:1])}, which is of no part")
     first = next(iter(metas.values()))
     for path, meta in metas.items():
         check_same_run(path, meta, first, "make the parts again from the same data")
+        require_shards(args.out, meta)
     # Each part was compared with the first, so all agree on how many there are
     done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
     parts = first["options"]["parts"]
@@ -895,8 +953,9 @@ def merge(args: argparse.Namespace) -> dict:
     every = [meta["progress"]["tokens"] for meta in metas.values()]
     tokens = {split: sum(part[split] for part in every) for split in ("val", "train")}
     merged = first | {"shards": shards, "progress": {"done": True, "tokens": tokens}}
+    require_training(merged)
     save_meta(args.meta_path, merged)
-    print(f"{args.out}: {len(metas)} parts, {len(shards)} shards in one meta.json")
+    say(f"{args.out}: {len(metas)} parts, {len(shards)} shards in one meta.json")
     return merged
 
 
@@ -914,23 +973,28 @@ def build(args: argparse.Namespace) -> dict:
     # A finished run opens nothing and needs no network. An unfinished one is pinned to its commit
     if not meta["progress"]["done"]:
         hint = "if interrupted, run the same command to continue"
-        print(f"making shards of {meta['source']}; {hint}", flush=True)
+        say(f"making shards of {meta['source']}; {hint}")
         source = open_source(args, meta["revision"])
-        os.makedirs(args.out, exist_ok=True)
+        with naming(f"--out {args.out}"):
+            os.makedirs(args.out, exist_ok=True)
         with lock(args):
             meta = prepare_folder(args, source)  # read again: no other process can change it now
             require(not meta["progress"]["done"], f"another process just wrote {args.meta_path}")
             rate = write_shards(args, meta, source)
-    elif args.files and any(glob.glob(pattern, recursive=True) for pattern in args.files):
-        find_meta(args, open_files(args))  # refuses another list of files
+    else:
+        require_shards(args.out, meta)
+        if args.files and any(map(find_files, args.files)):
+            find_meta(args, open_files(args))  # refuses another list of files
         read = meta["progress"].get("read") or {}  # an older meta.json has none
         for name, stamp in read.items():
             is_same = not os.path.exists(name) or stamp == get_stamp(name)
-            require(is_same, f"{name} changed since it was read: start over with --overwrite")
-    # A finished folder holds its shards and meta.json, and nothing else
-    Path(f"{args.meta_path}.lock").unlink(missing_ok=True)
+            found = f"{name} has another size or date than when it was read"
+            require(is_same, f"{found}: start over with --overwrite")
+    # A finished folder holds its shards and meta.json, and nothing else. It may be read-only
+    with suppress(OSError):
+        os.remove(f"{args.meta_path}.lock")
     count = meta["progress"]["tokens"]
-    print(f"{count['train']:,} tokens to train and {count['val']:,} to validate{rate}")
+    say(f"{count['train']:,} tokens to train and {count['val']:,} to validate{rate}")
     return meta
 
 
@@ -999,6 +1063,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, help="processes that tokenise (default: one for every core)")
     streaming = "tokenise during the download (default), or copy the whole dataset first"
     add("--streaming", action=argparse.BooleanOptionalAction, default=True, help=streaming)
+    add = parser.add_mutually_exclusive_group().add_argument
     add("--overwrite", action="store_true", help="delete this run's shards and start over")
     add("--merge", action="store_true", help="list the shards of all parts in one meta.json")
     add("--verify", action="store_true", help="read all shards again and compare their sha256")
@@ -1017,6 +1082,8 @@ def settle_source(args: argparse.Namespace) -> None:
     require(valid, f"--part {args.part}: expected I/N with I from 1 to N, such as 3/128")
     args.part = int(part[1]) - 1  # counted from 0 inside
     args.parts = int(part[2])
+    whole = args.parts == 1 or not (args.merge or args.verify)
+    require(whole, "--merge and --verify are for all parts together: leave --part out")
     if not args.files:
         args.dataset = args.dataset or FINEWEB_EDU
     args.prefix, folder = DATASETS.get(args.dataset, ("docs", None))
@@ -1068,6 +1135,7 @@ def main(argv: list[str] | None = None) -> None:
         # Python's own handler waits until the main thread runs Python again, and a library that
         # waits for the network in C++ keeps it from that for up to half an hour
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        protect_output()
     try:
         args = parse_args(argv)
         if args.verify:
@@ -1075,7 +1143,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             meta = merge(args) if args.merge else build(args)
             if argv is None:
-                print(suggest(args, meta))
+                say(suggest(args, meta))
         return
     except UserError as error:
         status = 2

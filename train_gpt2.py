@@ -23,7 +23,6 @@ the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for t
 
 import argparse
 import gc
-import io
 import json
 import math
 import os
@@ -629,13 +628,9 @@ def is_main() -> bool:
 
 
 def print0(*lines: str) -> None:
-    """Print lines from the first process only, without buffering. Output that nobody reads any
-    more, after `| head` or a closed terminal, never ends a run: from then on it goes nowhere."""
+    """Print lines from the first process only."""
     if is_main():
-        try:
-            print(*lines, sep="\n", flush=True)
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # 1 is stdout
+        fineweb.say(*lines)
 
 
 @dataclass(frozen=True)
@@ -1569,6 +1564,9 @@ def read_meta(data_dir: str) -> dict:
         # Only fineweb.py writes its progress; a file written by hand has none
         is_done = meta.get("progress", {}).get("done", True)
         require(is_done, "the shards are still being built: run fineweb.py again to finish them")
+        missing = [name for name in meta.get("shards", {}) if not Path(data_dir, name).exists()]
+        if missing:
+            print0(f"warning: {data_dir} lacks {missing[0]} and {len(missing) - 1} other shards")
         V, eot = meta["vocab_size"], meta["eot"]
         is_valid = isinstance(V, int) and isinstance(eot, int) and 0 <= eot < V <= 2**16
         require(is_valid, f"vocab_size {V} and eot {eot} do not fit tokens of 16 bits")
@@ -1863,23 +1861,11 @@ def catch_signals() -> list[int]:
     return received
 
 
-def protect_output() -> None:
-    """Replace characters that the terminal cannot show. If stdin, stdout or stderr is closed, open
-    the null device in its place: otherwise log.txt could get its number, 1 for example, and every
-    print would land in the log."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest free number
-        pass
-    os.close(descriptor)
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the command line shown at the top of this file. The exit status is 0 for success, 1 if
     training failed, 2 for a mistake that the user can put right, and 128 plus the number of the
     signal after SIGTERM or SIGINT."""
-    protect_output()
+    fineweb.protect_output()
     try:
         status = run_command(argv)
     except (UserError, ConnectionError) as error:

@@ -761,7 +761,7 @@ def test_verify_finds_what_is_wrong(tmp_path: Path, capsys) -> None:
     line = refuse(capsys, "--verify", "--out", out)
     assert f"{flipped.name} is damaged" in line
     assert f"{lost.name} is missing" in line
-    assert "other_train_000001.npy is in no meta.json" in line
+    assert "other_train_000001.npy is not in meta.json" in line
 
 
 def test_nothing_is_overwritten_unasked(tmp_path: Path, capsys) -> None:
@@ -1208,6 +1208,99 @@ def test_parts_are_no_dataset_until_they_are_merged(tmp_path: Path, capsys) -> N
     assert "is not finished" in refuse(capsys, "--verify", "--out", tmp_path / "half")
 
 
+def build_two_parts(folder: Path) -> Path:
+    """Build both parts of two files in one folder; return it."""
+    for k in range(2):
+        write_jsonl(folder / f"docs{k}.jsonl", random_texts(30, 200, seed=k))
+    for part in ("1/2", "2/2"):
+        build(folder / "docs*.jsonl", folder / "out", "--part", part)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--merge", "--part", "1/2"], "leave --part out"),
+    (["--verify", "--part", "1/2"], "leave --part out"),
+    (["--merge", "--overwrite"], "not allowed with"),
+    (["--merge", "--verify"], "not allowed with"),
+])  # fmt: skip
+def test_what_concerns_all_parts_takes_no_part(argv, message, tmp_path: Path, capsys) -> None:
+    """It wrote the part's own meta.json, and --overwrite of that part deleted the other one."""
+    before = read_folder(build_two_parts(tmp_path))
+    assert message in refuse(capsys, *argv, "--out", tmp_path / "out")
+    assert read_folder(tmp_path / "out") == before
+
+
+def test_a_part_made_again_replaces_what_an_earlier_merge_said(tmp_path: Path) -> None:
+    """The new shard was listed with the old one's sha256, and --verify called it damaged."""
+    out = build_two_parts(tmp_path)
+    fineweb.main(["--merge", "--out", str(out)])
+    old = read_folder(out)
+    for path in out.glob("*-002-of-002*"):
+        path.unlink()
+    write_jsonl(tmp_path / "docs1.jsonl", random_texts(20, 200, seed=9))
+    build(tmp_path / "docs*.jsonl", out, "--part", "2/2")
+    fineweb.main(["--merge", "--out", str(out)])
+    fineweb.main(["--verify", "--out", str(out)])
+    assert read_folder(out)["meta.json"] != old["meta.json"]
+
+
+@pytest.mark.parametrize("rest", [None, b"half"])
+def test_a_lost_shard_is_not_merged(rest: bytes | None, tmp_path: Path, capsys) -> None:
+    """A file forgotten when the parts were copied together: half of the data, and no word."""
+    out = build_two_parts(tmp_path)
+    lost = next(out.glob("*-002-of-002_train*"))
+    lost.unlink()
+    if rest:
+        lost.write_bytes(rest)
+    assert f"{lost} is missing or cut short" in refuse(capsys, "--merge", "--out", out)
+    assert not (out / "meta.json").exists()
+
+
+def test_a_shard_of_no_part_is_not_merged(tmp_path: Path, capsys) -> None:
+    """The trainer would read it, too."""
+    out = build_two_parts(tmp_path)
+    (out / "old_train_000000.npy").write_bytes(b"")
+    assert "old_train_000000.npy, which is of no part" in refuse(capsys, "--merge", "--out", out)
+
+
+def test_a_finished_run_misses_a_lost_shard(tmp_path: Path, capsys) -> None:
+    """All tokens were counted as before, and a command to train on them was advised."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(300, 1000))
+    out = build(files, tmp_path / "out", "--shard_size", 20_000)
+    lost = max(out.glob("*.npy"))
+    lost.unlink()
+    argv = ["--files", files, "--out", out, "--tokenizer", "bytes", "--shard_size", 20_000]
+    assert f"{lost} is missing or cut short" in refuse(capsys, *argv)
+    train_gpt2.read_meta(str(out))
+    assert f"warning: {out} lacks {lost.name}" in capsys.readouterr().out
+    fineweb.main([str(word) for word in (*argv, "--overwrite")])
+    fineweb.main(["--verify", "--out", str(out)])
+
+
+def test_a_part_beside_the_whole_is_noticed(tmp_path: Path, capsys) -> None:
+    """Both were started before one of them had a meta.json: --verify called it one dataset."""
+    out = build_two_parts(tmp_path)
+    build(tmp_path / "docs*.jsonl", tmp_path / "whole")
+    for path in (tmp_path / "whole").iterdir():
+        path.rename(out / path.name)
+    assert "002_train_000000.npy is not in meta.json" in refuse(capsys, "--verify", "--out", out)
+
+
+def test_a_part_may_be_empty_but_not_all_of_them(tmp_path: Path, capsys) -> None:
+    """An empty file made a part that could never be finished, and so no merge was possible."""
+    write_jsonl(tmp_path / "docs0.jsonl", random_texts(30, 200))
+    write_jsonl(tmp_path / "docs1.jsonl", [])
+    argv = [tmp_path / "docs*.jsonl", tmp_path / "out", "--part"]
+    build(*argv, "1/2")
+    build(*argv, "2/2")
+    fineweb.main(["--merge", "--out", str(tmp_path / "out")])
+    fineweb.main(["--verify", "--out", str(tmp_path / "out")])
+    write_jsonl(tmp_path / "docs0.jsonl", [])
+    for part in ("1/2", "2/2"):
+        build(tmp_path / "docs*.jsonl", tmp_path / "none", "--part", part)
+    assert "none to train on" in refuse(capsys, "--merge", "--out", tmp_path / "none")
+
+
 def test_a_sisters_fresh_shard_is_not_foreign(tmp_path: Path, monkeypatch) -> None:
     """A part that finishes a shard while another one starts: "delete it", it was told."""
     for k in range(2):
@@ -1269,6 +1362,23 @@ def test_a_finished_run_sees_that_its_files_changed(tmp_path, monkeypatch, capsy
     fineweb.main([*flags, "--overwrite"])
 
 
+@pytest.mark.parametrize("source", ["b[1].jsonl", "--dataset"])
+def test_a_finished_run_sees_an_edit_of_any_local_source(source, tmp_path, monkeypatch, capsys):
+    """A name with brackets is no pattern, and a folder's files are files, too."""
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    name = "in/docs.jsonl" if source == "--dataset" else source
+    write_jsonl(Path(name), random_texts(50, 200))
+    argv = ["--files", source, "--out", "out", "--tokenizer", "bytes", "--workers", "1"]
+    if source == "--dataset":
+        pytest.importorskip("datasets")
+        argv[:2] = ["--dataset", "in"]
+    fineweb.main(argv)
+    fineweb.main(argv)
+    write_jsonl(Path(name), random_texts(51, 200))
+    assert "another size or date" in refuse(capsys, *argv)
+
+
 def test_a_shard_can_be_made_again_as_verify_says(tmp_path: Path, capsys) -> None:
     """It named the damage, and neither what to do nor how."""
     split_files(tmp_path / "in")
@@ -1288,6 +1398,67 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path: Path) -> None:
     (tmp_path / "out/meta.json.1234.tmp").write_text("{")
     whole = build(files, tmp_path / "whole")
     assert read_folder(build(files, tmp_path / "out")) == read_folder(whole)
+
+
+def test_no_shard_of_an_earlier_start_is_left_behind(tmp_path: Path) -> None:
+    """Killed before the first meta.json, and started again with --format bin."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(2000, 1000))
+    build_partly(files, tmp_path / "out", batches=1)
+    assert len(list((tmp_path / "out").glob("*.npy.tmp"))) == 2
+    out = build(files, tmp_path / "out", "--format", "bin")
+    assert {path.suffix for path in out.iterdir()} == {".bin", ".json"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes the streams by a shell")
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&- <&-", "| true", "| head -n 1"])
+def test_output_that_nobody_reads_does_not_end_a_run(streams: str, tmp_path: Path) -> None:
+    """'NoneType' object has no attribute 'flush', after the first shard of a night."""
+    files = write_jsonl(tmp_path / "é.jsonl", random_texts(300, 1000))
+    argv = ["--files", files, "--out", tmp_path / "out", "--tokenizer", "bytes", "--workers", 1]
+    command = " ".join(shlex.quote(str(word)) for word in [sys.executable, "fineweb.py", *argv])
+    script = f"set -o pipefail; {command} --shard_size 20000 {streams}"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    assert subprocess.run(["bash", "-c", script], cwd=ROOT, env=env, timeout=60).returncode == 0
+    fineweb.main(["--verify", "--out", str(tmp_path / "out")])
+
+
+def test_a_finished_folder_may_be_read_only(tmp_path: Path, monkeypatch) -> None:
+    """It ended with the advice to run the same command again."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(90, 99))
+    build(files, tmp_path / "out")
+
+    def remove(path: str) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "remove", remove)
+    build(files, tmp_path / "out")
+
+
+def test_out_that_is_a_file_is_a_mistake(tmp_path: Path, capsys) -> None:
+    """With status 1, a loop that waits for the network would have gone on for ever."""
+    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(90, 99))
+    argv = ["--files", files, "--tokenizer", "bytes", "--out"]
+    assert f"--out {files}: " in refuse(capsys, *argv, files)
+
+
+def test_other_json_beside_the_shards_is_nobodys_business(tmp_path: Path) -> None:
+    """metadata.json was 'not written by this version of fineweb.py', and to be deleted."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metadata.json").write_text("{}")
+    build(write_jsonl(tmp_path / "docs.jsonl", random_texts(90, 99)), tmp_path / "out")
+
+
+def test_a_text_about_jsonl_is_a_text(tmp_path: Path) -> None:
+    """notes.jsonl.txt was read as lines of JSON."""
+    (tmp_path / "notes.jsonl.txt").write_text("no JSON at all. " * 99)
+    build(tmp_path / "notes.jsonl.txt", tmp_path / "out")
+
+
+def test_a_compressed_desert_is_read_in_blocks() -> None:
+    """39 kB of .xz can hold 264 MB of equal lines, which were in the memory at once."""
+    packed = lzma.compress(b"a line\n" * 3_000_000)
+    blocks = list(fineweb.decompress_xz(iter([packed])))
+    assert max(map(len, blocks)) <= fineweb.BLOCK and b"".join(blocks) == b"a line\n" * 3_000_000
 
 
 def test_files_are_what_they_are_called(tmp_path: Path, capsys, monkeypatch) -> None:
