@@ -1566,7 +1566,8 @@ def read_meta(data_dir: str) -> dict:
         require(is_done, "the shards are still being built: run fineweb.py again to finish them")
         missing = [name for name in meta.get("shards", {}) if not Path(data_dir, name).exists()]
         if missing:
-            print0(f"warning: {data_dir} lacks {missing[0]} and {len(missing) - 1} other shards")
+            found = f"{len(missing)} of the shards in its meta.json, such as {missing[0]}"
+            print0(f"warning: {data_dir} lacks {found}")
         V, eot = meta["vocab_size"], meta["eot"]
         is_valid = isinstance(V, int) and isinstance(eot, int) and 0 <= eot < V <= 2**16
         require(is_valid, f"vocab_size {V} and eot {eot} do not fit tokens of 16 bits")
