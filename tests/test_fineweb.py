@@ -1272,7 +1272,10 @@ def test_a_finished_run_misses_a_lost_shard(tmp_path: Path, capsys) -> None:
     argv = ["--files", files, "--out", out, "--tokenizer", "bytes", "--shard_size", 20_000]
     assert f"{lost} is missing or cut short" in refuse(capsys, *argv)
     train_gpt2.read_meta(str(out))
-    assert f"warning: {out} lacks 1 of the shards in its meta.json, such as {lost.name}" in capsys.readouterr().out
+    assert (
+        f"warning: {out} lacks 1 of the shards in its meta.json, such as {lost.name}"
+        in capsys.readouterr().out
+    )
     fineweb.main([str(word) for word in (*argv, "--overwrite")])
     fineweb.main(["--verify", "--out", str(out)])
 
