@@ -179,7 +179,8 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     UserError for any other name, ConnectionError if GPT-2's cannot be downloaded."""
     require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
-        hint = "use --tokenizer bytes, or name another machine's cache by TIKTOKEN_CACHE_DIR"
+        hint = "TIKTOKEN_CACHE_DIR may name another machine's cache; without it, fineweb.py has"
+        hint += " --tokenizer bytes, and train_gpt2.py trains with --sample_every 0"
         with naming(f"GPT-2's vocabulary cannot be downloaded ({hint})", ConnectionError):
             enc = tiktoken.get_encoding("gpt2")
     else:

@@ -22,6 +22,7 @@ the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for t
 """
 
 import argparse
+import errno
 import gc
 import json
 import math
@@ -417,9 +418,18 @@ def reading(path: Path | str) -> Iterator[None]:
         raise UserError(f"{path} cannot be read: {reason}") from error
 
 
-def read_shard(path: Path) -> np.ndarray:
-    """Return the tokens of a shard, (n,) uint16, memory-mapped. A shard is a .npy file or one of
-    llm.c's .bin files. Raises UserError if the file is damaged or is not a shard."""
+class Shard(NamedTuple):
+    """Where a file has its tokens, which are uint16. The file is opened anew for every window,
+    because a process may keep only about a thousand files open."""
+
+    path: Path
+    offset: int  # bytes before the first token
+    tokens: int  # how many there are
+
+
+def open_shard(path: Path) -> Shard:
+    """Look at a shard: a .npy file, or one of llm.c's .bin files. Raises UserError if the file is
+    damaged or is not a shard."""
     with reading(path):
         if path.suffix == ".bin":
             # The header is 256 int32: a magic number, version 1, the number of tokens, then zeros
@@ -427,24 +437,24 @@ def read_shard(path: Path) -> np.ndarray:
             count = (path.stat().st_size - 256 * 4) // 2  # 4 bytes an int32, 2 bytes a token
             expected = [20240520, 1, count]
             require(header == expected, f"its header is {header}, its size asks for {expected}")
-            return np.memmap(path, np.uint16, "r", offset=256 * 4)
+            return Shard(path, 256 * 4, count)
         tokens = np.load(path, mmap_mode="r")
         found = f"{tokens.ndim}-D {tokens.dtype}"
         require(found == "1-D uint16", f"it holds a {found} array, expected 1-D uint16")
-        return tokens
+        return Shard(path, tokens.offset, len(tokens))
 
 
-def read_tokens(shard: np.memmap, start: int, count: int) -> np.ndarray:
+def read_tokens(shard: Shard, start: int, count: int) -> np.ndarray:
     """Return `count` tokens of a shard, (count,) uint16, or fewer if the file has become shorter.
-    While training, files are read and not mapped: a mapped file that somebody truncates would end
-    the process with SIGBUS, without a word."""
-    with reading(shard.filename):  # it may have been deleted
+    Files are read and not mapped: a mapped file that somebody truncates would end the process with
+    SIGBUS, without a word."""
+    with reading(shard.path):  # it may have been deleted
         offset = shard.offset + 2 * start  # bytes
-        return np.fromfile(shard.filename, np.uint16, count, offset=offset)
+        return np.fromfile(shard.path, np.uint16, count, offset=offset)
 
 
-def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
-    """Return {file name: tokens} of the split's shards, which have train or val in their name."""
+def open_shards(data_dir: str, split: str) -> dict[str, Shard]:
+    """Return the split's shards, which have train or val in their name, sorted by name."""
     require(Path(data_dir).is_dir(), f"there is no folder {data_dir}; {HOW_TO_GET_DATA}")
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
@@ -452,7 +462,7 @@ def open_shards(data_dir: str, split: str) -> dict[str, np.ndarray]:
             # A file with both words would be in both splits, and validate on what was learned
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
-            shards[path.name] = read_shard(path)
+            shards[path.name] = open_shard(path)
     require(bool(shards), f"{data_dir} holds no {split} shards (.npy, .bin); {HOW_TO_GET_DATA}")
     return shards
 
@@ -479,7 +489,7 @@ class DataLoaderLite:
     from it for every B and every number of processes. With a seed, each epoch shuffles the shards,
     and the windows inside each shard; without one, the order is that of the files."""
 
-    shards: dict[str, np.ndarray]  # tokens by file name
+    shards: dict[str, Shard]  # by file name
     B: int  # windows in a batch
     T: int  # inputs in a window
     V: int  # every token is below it
@@ -562,10 +572,12 @@ def open_data(
     return train_loader, DataLoaderLite(val_shards, B, T, V, None, run)
 
 
-def count_windows(shards: dict[str, np.ndarray], T: int) -> np.ndarray:
+def count_windows(shards: dict[str, Shard], T: int) -> np.ndarray:
     """Return how many windows of T + 1 tokens, overlapping by one, each shard has, (n,) int64."""
-    counts = np.array([max(0, len(tokens) - 1) // T for tokens in shards.values()])
-    require(counts.any(), f"no shard has T + 1 = {T + 1} tokens: add text, or lower --seq_len")
+    counts = np.array([max(0, shard.tokens - 1) // T for shard in shards.values()])
+    found = f"neither {min(shards)} nor another shard of its split has T + 1 = {T + 1} tokens"
+    advice = "add text, lower --seq_len, or do without validation by --val_every 0"
+    require(counts.any(), f"{found}: {advice}")
     return counts
 
 
@@ -906,9 +918,11 @@ def prune(state: State, args: Namespace, run: Run) -> None:
 
 
 def last_good(args: Namespace) -> str:
-    """Return a hint at the newest checkpoint, which has finite weights, for an error message."""
-    paths = list_checkpoints(args.log_dir)
-    return f"the last good checkpoint is {paths[-1]}" if paths else "there is no checkpoint"
+    """Return a hint, for an error message, at the newest checkpoint before updates were skipped."""
+    for path in reversed(list_checkpoints(args.log_dir)):
+        if load_checkpoint(path).get("skipped", 0) == 0:
+            return f"the last good checkpoint is {path}: delete newer ones before you resume"
+    return "there is no good checkpoint"
 
 
 # -----------------------------------------------------------------------------
@@ -1189,7 +1203,9 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     settle_args has decided the flags. `source` has the first weights, `checkpoint` is what to
     resume. Either may be {}; when resuming, both are the same."""
     train_loader, val_loader = open_data(args, config, run)
-    data = identify(train_loader.shards)
+    data = dict(zip(("data", "data_sample"), identify(train_loader.shards), strict=True))
+    if args.val_every:
+        data["val_data"] = ", ".join(identify(val_loader.shards))
     check_run(args, data, checkpoint, run)
     B, T = args.batch_size, args.seq_len
     grad_accum_steps = args.total_batch_size // (B * T * run.world_size)
@@ -1238,7 +1254,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
             print_samples(raw_model, args, run)
         if is_due(step, args.save_every, args) and step > start:
             save_checkpoint(state, args, run, **data, val_loss=val_loss)
-        if step == args.max_steps:
+        # A signal during an evaluation, which may have taken long, does not wait for another step
+        if step == args.max_steps or (is_evaluated(step, args) and not run.agree(not signals)):
             break
 
         # one optimizer step, on the mean gradient of total_batch_size tokens
@@ -1308,14 +1325,14 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         must_stop |= finish_update(unread.popleft(), state, log, args, run)
     problem = max(run.gather(train_loader.damage or val_loader.damage))  # "" where there is none
     require(not problem or state.step > start, problem)  # without an update, nothing to save
-    # A signal in the last evaluation has promised a save, too
+    # A signal during an evaluation has promised a save, too
     must_stop = must_stop or not run.agree(not signals)
     if must_stop or problem:
         save_checkpoint(state, args, run, **data, val_loss=val_loss)
     if problem:
         return report(problem, 1)
     if must_stop:
-        print0("to continue, run the same command with --resume")
+        print0("to continue, run the same command with --resume (and without --overwrite)")
         return (128 + signals[0]) if signals else 0  # 0: another process got the signal
     print0(f"done: the log is {Path(args.log_dir, 'log.txt')}")
     if list_checkpoints(args.log_dir):
@@ -1422,8 +1439,8 @@ CHOICES = {
 # --resume refuses to change these, because the result would be another run. The two about data are
 # no flags: identify makes them
 FIXED = (
-    "data", "data_sample", "model", "seq_len", "total_batch_size", "optimizer", "schedule", "seed",
-    "shuffle",
+    "data", "data_sample", "init_from", "model", "seq_len", "total_batch_size", "optimizer",
+    "schedule", "seed", "shuffle",
 )  # fmt: skip
 # The values of these flags in checkpoints that were made before the flags existed
 BEFORE = {"optimizer": "adamw", "zero": 0}
@@ -1483,6 +1500,10 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
         require(is_own_data, "--quickstart with other data needs a --log_dir of its own")
         if args.overwrite is None:
             args.overwrite = not args.resume
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        # torchrun starts all processes again after one has failed: the run goes on
+        args.resume = True
+        args.overwrite = False
     require(not (args.resume and args.overwrite), "give --resume or --overwrite, not both")
     return args
 
@@ -1521,6 +1542,7 @@ def settle_args(args: Namespace, checkpoint: dict, run: Run) -> tuple[Namespace,
     require(not args.zero or (run.world_size > 1 and run.dtype != "float16"), f"--zero: {needs}")
     # GPT-3 decays to a tenth
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
+    require(new.min_lr <= new.max_lr, f"min_lr {new.min_lr} is above max_lr {new.max_lr}")
     every = 0 if run.device.type == "cpu" else 250  # HellaSwag takes half an hour on a CPU
     new.hellaswag_every = first_given(args.hellaswag_every, every)
     # last, because it depends on nearly all of the above
@@ -1546,7 +1568,7 @@ def settle_model(args: Namespace, checkpoint: dict) -> tuple[str, GPTConfig, dic
     require(config.tokenizer == tokenizer, found)
     size = source["args"]["model"]
     fits = checkpoint or args.model in (None, size)  # check_run refuses another size
-    require(fits, f"--init_from {args.init_from} is a {size}: leave --model {args.model} out")
+    require(fits, f"--init_from {args.init_from} is a {size}: give --model {size}")
     return first_given(args.model, size), config, source, source["args"]["seq_len"]
 
 
@@ -1672,19 +1694,20 @@ def describe(
     return lines
 
 
-def identify(shards: dict[str, np.ndarray]) -> dict[str, str]:
-    """Return two fingerprints: data, of the names and lengths of the shards, and data_sample, of 16
-    pieces of each. --resume compares them with the checkpoint's."""
+def identify(shards: dict[str, Shard]) -> tuple[str, str]:
+    """Return two fingerprints of a split: of the names and lengths of its shards, and of 16 pieces
+    of each shard."""
     # Reading all of 20 GB would take minutes; names, sizes and a sample take milliseconds
-    sizes = {name: len(tokens) for name, tokens in shards.items()}
+    sizes = {name: shard.tokens for name, shard in shards.items()}
     checksum = crc32(repr(list(sizes.items())).encode())
     sample = 0
-    for tokens in shards.values():
+    for shard in shards.values():
         for piece in range(16):
-            start = piece * len(tokens) // 16
-            sample = crc32(tokens[start : start + 256].tobytes(), sample)
+            start = piece * shard.tokens // 16
+            count = min(256, shard.tokens - start)
+            sample = crc32(read_tokens(shard, start, count).tobytes(), sample)
     data = f"{sum(sizes.values()):,} tokens in {len(sizes)} shards, {checksum:08x}"
-    return {"data": data, "data_sample": f"{sample:08x}"}
+    return data, f"{sample:08x}"
 
 
 def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run) -> None:
@@ -1751,10 +1774,19 @@ def find_checkpoint(args: Namespace) -> dict:
             checkpoint = load_checkpoint(path)
             missing = {"step", "position", "optimizer", "scaler", "data"} - checkpoint.keys()
             require(not missing, f"{path} has no {missing}")
+            step = checkpoint["step"]
+            require(step == int(path.stem[6:]), f"{path} is not of that step, but of {step}")
             return checkpoint
         except UserError as error:
+            # Without permission, or with a failing disk, the file may be whole all the same, and to
+            # continue from an older one would lose steps. Damage shows as EINVAL at most
+            cause = error.__cause__
+            if isinstance(cause, OSError) and cause.errno != errno.EINVAL:
+                raise
             print0(f"warning: {error}; trying the checkpoint before it")
     # Without any checkpoint --resume starts a new run, so that one command serves every start
+    if not paths and Path(args.log_dir, "log.txt").exists():
+        print0(f"note: {args.log_dir} has no checkpoint; starting from step 0")
     hint = "another --log_dir starts a new run, --overwrite deletes this one"
     require(not paths, f"no checkpoint in {args.log_dir} can be read; {hint}")
     return {}
@@ -1793,6 +1825,8 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
         stored.pop("batch_size", None)  # it need not suit other hardware
     if world_size == 1:
         stored.pop("zero", None)  # one process cannot shard
+    if args.max_lr is not None and stored.get("max_lr"):  # another one keeps the proportion
+        stored["min_lr"] *= args.max_lr / stored["max_lr"]
     args = parse_args(argv, stored)
     run = setup_run(args)
     if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
@@ -1828,6 +1862,9 @@ def use_model(args: Namespace, source: dict) -> int:
     model.load_weights(source["model"])
     if args.export_hf:
         require(not Path(args.export_hf).is_file(), f"--export_hf {args.export_hf} is a file")
+        # --init_from would then take the folder for the export
+        is_run = list_checkpoints(args.export_hf)
+        require(not is_run, f"--export_hf {args.export_hf} holds a run: name another folder")
         export_hf(model, args.export_hf)
         print0(f"wrote {args.export_hf} for transformers")
         trained = source["args"]["seq_len"]
@@ -1840,25 +1877,24 @@ def use_model(args: Namespace, source: dict) -> int:
 
 
 def catch_signals() -> list[int]:
-    """Return a list to which SIGTERM and SIGINT are appended when they arrive. The second signal of
-    the same kind ends the program at once, without a checkpoint. (Schedulers may pass on a Ctrl-C
-    and then send SIGTERM, which must not count as the second)"""
+    """Return a list to which signals are appended when they arrive: SIGTERM from a scheduler or
+    kill, SIGINT from Ctrl-C, SIGHUP from a terminal that is closed. The second Ctrl-C ends the
+    program at once. Other signals may come twice, and are ignored then: a scheduler sends SIGTERM
+    to every process, and torchrun passes on its own."""
     received = []
-    note = (
-        b"\nSaving a checkpoint after this step."
-        b" The same signal again ends the run without saving.\n"
-    )
+    note = b"\nSaving a checkpoint after this step. A second Ctrl-C ends the run without saving.\n"
 
     def catch(signum, frame):
         received.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signum, signal.SIG_DFL if signum == signal.SIGINT else signal.SIG_IGN)
         if is_main():
             with suppress(OSError):  # nobody reads stderr
                 os.write(2, note)  # print is not safe in a signal handler
 
-    # SIGTERM comes from a scheduler or kill, SIGINT from Ctrl-C
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, catch)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
+        signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
+        if name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it
+            signal.signal(signum, catch)
     return received
 
 

@@ -79,10 +79,12 @@ BAD = {
     "a folder of none": (None, ["--init_from", "data"], "data holds no checkpoint"),
     "device with a number": (None, ["--device", "cuda:7"], "--device: .*cuda:7"),
     "no such device": (None, ["--device", "mps"], "no device mps"),
-    "two sizes": (None, ["--init_from", CHECKPOINT, "--model", "d6"], "is a test: leave --model d6 out"),
+    "two sizes": (None, ["--init_from", CHECKPOINT, "--model", "d6"], "is a test: give --model test"),
     "endless epochs": (None, ["--epochs", "inf"], "epochs is inf"),
     "huge seed": (None, ["--seed", 2**32], "seed is 4294967296"),
     "sample of nothing": (None, ["--sample"], "--init_from"),
+    "export into a run": (None, ["--init_from", CHECKPOINT, "--export_hf", CHECKPOINT], "holds a run"),
+    "rates upside down": (None, ["--max_lr", 1e-3, "--min_lr", 1], "min_lr 1.* above max_lr 0.001"),
 }  # fmt: skip
 
 

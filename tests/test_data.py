@@ -10,17 +10,17 @@ from conftest import make_run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train_gpt2 import DataLoaderLite, open_shards, read_meta, read_shard
+from train_gpt2 import DataLoaderLite, Shard, open_shard, open_shards, read_meta, read_tokens
 
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
 
 
-def make_shards(folder, sizes) -> dict[str, np.ndarray]:
+def make_shards(folder, sizes) -> dict[str, Shard]:
     """Write shards in which no token stands twice, and return them: token i of the data is i."""
     ends = np.cumsum(sizes)
     for i, (n, end) in enumerate(zip(sizes, ends, strict=True)):
         np.save(Path(folder, f"s{i}.npy"), np.arange(end - n, end, dtype=np.uint16))
-    return {f"s{i}": read_shard(Path(folder, f"s{i}.npy")) for i in range(len(sizes))}
+    return {f"s{i}": open_shard(Path(folder, f"s{i}.npy")) for i in range(len(sizes))}
 
 
 def serve(shards, T, B, world, steps, seed, sequences=8, position=0):
@@ -64,9 +64,9 @@ def test_an_epoch_shows_every_window_once(sizes, T, seed):
     """A window lost or doubled where a shard, an epoch or a batch ends; a tail served short."""
     with tempfile.TemporaryDirectory() as folder:
         shards = make_shards(folder, sizes)
-        windows = {
-            int(tokens[w * T]) for tokens in shards.values() for w in range((len(tokens) - 1) // T)
-        }
+        starts = [range((size - 1) // T) for size in sizes]  # token i of the data is i
+        first = np.cumsum([0, *sizes])
+        windows = {int(first[i]) + w * T for i, some in enumerate(starts) for w in some}
         if not windows:
             return
         n = len(windows)
@@ -99,10 +99,21 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
     header = np.zeros(256, np.int32)
     header[:3] = 20240520, 1, 1000
     (tmp_path / "x_val_000000.bin").write_bytes(header.tobytes() + tokens.tobytes())
-    assert np.array_equal(open_shards(str(tmp_path), "train")["x_train_000001.npy"], tokens)
-    assert np.array_equal(open_shards(str(tmp_path), "val")["x_val_000000.bin"], tokens)
-    assert isinstance(read_shard(tmp_path / "x_val_000000.bin"), np.memmap)
+    for split, name in (("train", "x_train_000001.npy"), ("val", "x_val_000000.bin")):
+        shard = open_shards(str(tmp_path), split)[name]
+        assert shard.tokens == 1000 and np.array_equal(read_tokens(shard, 0, 1000), tokens)
     assert read_meta(str(tmp_path)) == {}, "which stands for GPT-2's"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts files by Linux's /proc")
+def test_no_shard_is_kept_open(tmp_path):
+    """A process may open 1,024 files, and FineWeb-Edu's larger samples have more shards."""
+    folder = write_shards(tmp_path / "many", sizes=[40] * 100)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    loader = DataLoaderLite(open_shards(str(folder), "train"), 1, 8, 257, 7, make_run())
+    for _ in range(100):
+        loader.next_batch()
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 10
 
 
 def damage(path, how):
@@ -144,7 +155,7 @@ def test_an_array_that_is_not_tokens_is_refused(tmp_path, array):
 def test_a_token_beyond_the_vocabulary_is_found_before_it_is_used(tmp_path):
     """An index out of range on a GPU ends the process with no word of where."""
     shards = make_shards(tmp_path, [40, 40])
-    damaged = np.array(shards["s1"])
+    damaged = read_tokens(shards["s1"], 0, 40)
     damaged[9] = 257
     np.save(tmp_path / "s1.npy", damaged)
     loader = DataLoaderLite(shards, 1, 8, 257, None, make_run())

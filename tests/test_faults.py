@@ -3,6 +3,7 @@
 `GPT2_TEST_KILLS=50 python -m pytest tests/test_faults.py -k random` kills 50 times instead of 10.
 """
 
+import errno
 import fcntl
 import os
 import random
@@ -89,8 +90,8 @@ def test_killed_at_random_moments_the_run_is_the_unbroken_one(tmp_path, shards, 
 
 
 def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path, shards):
-    """A restart that hangs on the dead process's address, or begins at step 0."""
-    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 300, "--save_every", 20, "--resume"]
+    """A restart that hangs on the dead process's address, or begins at step 0 once more."""
+    flags = ["--data_dir", shards, *FLAGS, "--max_steps", 300, "--save_every", 20, "--overwrite"]
     flags += ["--val_every", 0, "--batch_size", 8, "--log_dir", tmp_path / "log"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["--max_restarts=2", SCRIPT, *map(str, flags)]
@@ -151,6 +152,34 @@ def test_a_checkpoint_without_what_resuming_needs_is_refused(tmp_path, shards, k
     assert train(tmp_path / "log", shards, *flags, "--resume") == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and key in captured.out + captured.err
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_checkpoint_that_cannot_be_read_now_is_not_called_damaged(
+    tmp_path, shards, capsys, monkeypatch, number
+):
+    """A disk with a hiccup: the run went back to an older checkpoint and set a good one aside."""
+    assert train(tmp_path / "log", shards, "--max_steps", 4, "--save_every", 2) == 0
+
+    def testzip(self):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(train_gpt2.ZipFile, "testzip", testzip)
+    assert train(tmp_path / "log", shards, "--max_steps", 4, "--resume") == 2
+    err = capsys.readouterr().err
+    assert "model_00004.pt cannot be read" in err and os.strerror(number) in err
+    assert steps(tmp_path / "log") == [2, 4]
+
+
+def test_a_checkpoint_under_another_number_is_not_the_newest(tmp_path, shards, capsys):
+    """A copy of step 2 as model_00099.pt, and the good step 4 was set aside."""
+    assert train(tmp_path / "log", shards, "--max_steps", 4, "--save_every", 2) == 0
+    copy = tmp_path / "log/model_00099.pt"
+    copy.write_bytes((tmp_path / "log/model_00002.pt").read_bytes())
+    assert train(tmp_path / "log", shards, "--max_steps", 6, "--resume") == 0
+    out = capsys.readouterr().out
+    assert "model_00099.pt is not of that step, but of 2" in out and "resumed at step 4" in out
+    assert steps(tmp_path / "log") == [2, 4, 6]
 
 
 def test_a_damaged_file_of_a_higher_number_costs_no_good_checkpoint(tmp_path, shards):
@@ -232,11 +261,13 @@ def test_a_diverged_run_stops_with_status_1_however_often_it_is_started(
     """A cluster that relaunches until a run of nan is 'done'; good checkpoints pruned meanwhile."""
     monkeypatch.setattr(F, "cross_entropy", F.cross_entropy)
     break_loss(lambda n, loss: loss * float("nan") if n >= 10 else loss)
+    # 15 to 25 are saved, so that the count of skipped updates goes on, but are not good
     flags = ["--max_steps", 60, "--save_every", 5, "--keep", 2, "--batch_size", 16, "--resume"]
     for _ in range(3):
         assert train(tmp_path / "log", shards, *flags) == 1
         err = capsys.readouterr().err
-        assert re.search(r"20 updates were skipped .*last good checkpoint is .*\.pt", err), err
+        found = r"20 updates were skipped .*last good checkpoint is .*model_00010.pt: delete newer"
+        assert re.search(found, err), err
     assert {5, 10} <= set(steps(tmp_path / "log")), "the good ones are still there"
 
 

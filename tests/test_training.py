@@ -15,7 +15,16 @@ from conftest import FLAGS, break_loss, make_run, read_log, run_main, run_script
 from torch.nn import functional as F
 
 import train_gpt2
-from train_gpt2 import GPT, DataLoaderLite, GPTConfig, get_lr, judge, open_shards, validate
+from train_gpt2 import (
+    GPT,
+    DataLoaderLite,
+    GPTConfig,
+    get_lr,
+    judge,
+    open_shards,
+    read_tokens,
+    validate,
+)
 
 # of a run of ten steps: seed 1337, data of write_shards, 2 layers, 2 heads, 32 channels, T=16
 GOLDEN = [5.549957, 5.240763, 4.919174, 4.448143, 4.044548]
@@ -179,7 +188,8 @@ def test_validation_is_over_the_same_tokens_whatever_b_and_world(shards, world, 
     model = GPT(GPTConfig(2, 2, 32, 16, 257, "bytes", 256))
     model.transformer.wte.weight.data *= 10
     val = open_shards(str(shards), "val")
-    tokens = torch.from_numpy(next(iter(val.values())).astype(np.int64))
+    [shard] = val.values()
+    tokens = torch.from_numpy(read_tokens(shard, 0, shard.tokens).astype(np.int64))
     for windows in (1, 5, 62):  # the split has 62
         x, y = tokens[: windows * 16].view(-1, 16), tokens[1 : windows * 16 + 1].view(-1, 16)
         expected = F.cross_entropy(model.eval()(x).double().flatten(0, 1), y.flatten()).item()
@@ -314,10 +324,13 @@ def test_log_is_cut_to_the_records_before_the_checkpoint(tmp_path, shards):
 
 
 @pytest.mark.parametrize(
-    "signum, later", [(signal.SIGTERM, {}), (signal.SIGINT, {"READ_LATER": "1"})]
+    "signum, later",
+    [(signal.SIGTERM, {}), (signal.SIGINT, {"READ_LATER": "1"}), (signal.SIGHUP, {})],
 )
 def test_a_signal_saves_first_and_the_status_says_which(tmp_path, shards, signum, later):
     """Hours lost to the scheduler's polite request to stop."""
+    if signal.getsignal(signum) == signal.SIG_IGN:
+        pytest.skip("these tests were started by nohup")
     flags = ["--data_dir", shards, *FLAGS, "--log_dir", tmp_path / "log", "--save_every", 0]
     process = start_script([*flags, "--max_steps", 100000, "--val_every", 0], **later)
     for line in process.stdout:
@@ -335,18 +348,88 @@ def test_a_signal_saves_first_and_the_status_says_which(tmp_path, shards, signum
     assert max(read_log(tmp_path / "log")["train"]) == step - 1, "saved after its last update"
 
 
-def test_a_signal_after_the_last_update_saves_too(tmp_path, shards):
-    """A promise to save that the last evaluation breaks, because no step follows it."""
+@pytest.mark.parametrize("max_steps", [1, 3])
+def test_a_signal_during_an_evaluation_saves_without_another_step(tmp_path, shards, max_steps):
+    """A promise to save that is broken where no step follows, or one that takes too long."""
     flags = ["--data_dir", shards, *FLAGS, "--log_dir", tmp_path / "log", "--save_every", 0]
     slow = ["--sample_every", 1, "--max_new_tokens", 3000]  # some seconds of evaluation
-    process = start_script([*flags, "--max_steps", 1, "--val_every", 0, *slow])
+    process = start_script([*flags, "--max_steps", max_steps, "--val_every", 0, *slow])
     for line in process.stdout:
-        if line.startswith("step     0/1"):
+        if line.startswith("step     0/"):
             process.send_signal(signal.SIGTERM)
             break
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "saved" in out and (tmp_path / "log/model_00001.pt").exists()
+    assert list(read_log(tmp_path / "log")["train"]) == [0]
+
+
+def test_a_signal_may_come_twice(tmp_path, shards):
+    """A scheduler sends SIGTERM to every process, and torchrun passes its own on."""
+    flags = ["--data_dir", shards, *FLAGS, "--log_dir", tmp_path / "log", "--save_every", 0]
+    process = start_script([*flags, "--max_steps", 100000, "--val_every", 0])
+    for line in process.stdout:
+        if line.startswith("step     5/"):
+            break
+    process.send_signal(signal.SIGTERM)
+    while "Saving a checkpoint" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert len(list((tmp_path / "log").glob("*.pt"))) == 1
+
+
+def test_nohup_keeps_its_meaning(monkeypatch):
+    """SIGHUP saves and stops, unless the run was started to survive it."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        train_gpt2.catch_signals()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def test_processes_that_torchrun_starts_again_go_on(monkeypatch):
+    """--overwrite deleted the checkpoints that the run had made before one of them failed."""
+    args = train_gpt2.parse_args(["--overwrite"])
+    assert (args.overwrite, args.resume) == (True, False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for argv in (["--overwrite"], ["--quickstart"], []):
+        args = train_gpt2.parse_args(argv)
+        assert (args.overwrite, args.resume) == (False, True)
+
+
+def test_another_peak_rate_on_resume_keeps_its_proportion_to_the_last_one(tmp_path, shards, capsys):
+    """A lower --max_lr, and a rate that rose to the ten times higher end of the first one."""
+    train(tmp_path / "log", shards, "--max_steps", 4, "--save_every", 4, "--max_lr", 1e-2)
+    where = ["--resume", "--log_dir", tmp_path / "log", "--device", "cpu", "--max_steps", 8]
+    assert run_main(*where, "--max_lr", 1e-4) == 0
+    assert "min_lr is 1e-05, was 0.001" in capsys.readouterr().out
+    rates = read_log(tmp_path / "log")["lr"]
+    assert rates[4] <= 1e-4 and rates[7] < rates[4]
+
+
+def test_resume_from_other_weights_is_refused(tmp_path, shards, capsys):
+    """It was announced as a change, and the checkpoint's weights went on."""
+    train(tmp_path / "log", shards, "--max_steps", 2, "--save_every", 2)
+    where = ["--resume", "--log_dir", tmp_path / "log", "--device", "cpu", "--max_steps", 4]
+    assert run_main(*where, "--init_from", "elsewhere") == 2
+    assert "init_from is elsewhere, was scratch" in capsys.readouterr().err
+
+
+def test_other_validation_data_is_announced(tmp_path, shards, capsys):
+    """Two val losses of one run that do not compare."""
+    train(tmp_path / "log", shards, "--max_steps", 2, "--save_every", 2)
+    path = shards / "test_val_000000.npy"
+    np.save(path, np.load(path)[::-1])
+    train(tmp_path / "log", shards, "--max_steps", 4, "--resume")
+    assert (
+        "changed since the checkpoint: max_steps is 4, was 2, val_data is"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("source", ["log", "log/model_00002.pt"])
