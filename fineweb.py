@@ -213,8 +213,8 @@ def open_files(args: argparse.Namespace) -> Source:
 
 
 def find_files(pattern: str) -> list[str]:
-    """Return the files that a pattern matches. A path that exists is none, whatever brackets it
-    has."""
+    """Return the files that a pattern matches, sorted. What exists by that very name is no pattern,
+    whatever brackets are in it."""
     return [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
 
 
@@ -793,7 +793,7 @@ def load_metas(folder: str) -> tuple[dict[str, dict], set[str]]:
     """Return the meta.json of a folder and those of parts, by path, and the names of all shards in
     the folder. Raises UserError for another program's meta.json."""
     # A shard is listed in a meta.json before it appears in the folder. So the folder is looked at
-    # first: what another part finishes in between is then not taken for foreign.
+    # first: what another part finishes in between is then not taken for foreign
     names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
     metas = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), "meta*.json"))):
