@@ -920,8 +920,9 @@ def prune(state: State, args: Namespace, run: Run) -> None:
 def last_good(args: Namespace) -> str:
     """Return a hint, for an error message, at the newest checkpoint before updates were skipped."""
     for path in reversed(list_checkpoints(args.log_dir)):
-        if load_checkpoint(path).get("skipped", 0) == 0:
-            return f"the last good checkpoint is {path}: delete newer ones before you resume"
+        with suppress(UserError):  # it is damaged
+            if load_checkpoint(path).get("skipped", 0) == 0:
+                return f"the last good checkpoint is {path}: delete newer ones before you resume"
     return "there is no good checkpoint"
 
 
