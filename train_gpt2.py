@@ -1189,7 +1189,10 @@ def finish_update(update: Update, state: State, log: Log, args: Namespace, run: 
     state.position = update.position
     state.skipped = state.skipped + 1 if skipped else 0
     line = log.record_step(update.step, loss, norm, update.lr, dt)
-    print0(f"{line} | update skipped" if skipped else line)
+    if skipped:  # it may look like any other update, if it was an outlier
+        log.record(update.step, skipped="1")
+        line += " | update skipped"
+    print0(line)
     if state.skipped >= 20:  # float16's scaler may need 16 skips to halve 2**16 to 1
         found = f"20 updates were skipped in a row, with loss {loss} and norm {norm}"
         raise FloatingPointError(f"{found}; {last_good(args)}")

@@ -213,7 +213,7 @@ def test_the_second_panel_shows_the_end_and_hellaswag_its_error(play, tmp_path):
     figures = play("run", until=SECOND_HALF)["figures"]
     whole, end = figures["losses"].axes
     assert whole.get_ylim()[1] > 10 and end.get_ylim()[1] - end.get_ylim()[0] < 0.5
-    assert end.get_xlim() == pytest.approx((333, 1019), abs=1)
+    assert end.get_xlim() == pytest.approx((333, 1012), abs=1)
     [bars] = figures["hellaswag"].axes[0].collections
     low, high = bars.get_segments()[1][:, 1]
     assert (high - low) / 2 == pytest.approx(0.0046, abs=1e-4)
@@ -223,13 +223,13 @@ def test_skipped_updates_are_marked(play, tmp_path, capsys):
     """Updates that are skipped, again and again, and nobody sees it."""
     write_log(tmp_path / "run", steps=200)
     with open(tmp_path / "run" / "log.txt", "a") as log:
-        log.write("50 train nan\n50 norm nan\n70 norm inf\n")
+        log.write("50 train nan\n50 norm nan\n70 norm inf\n90 skipped 1\n")
     figures = play("run", until=SECOND_HALF)["figures"]
     x, _ = curves(figures["losses"].axes[0])["run: update skipped"]
-    assert x.tolist() == [50, 70] and "run: update skipped" in legend(figures["losses"])
+    assert x.tolist() == [50, 70, 90] and "run: update skipped" in legend(figures["losses"])
     _, smoothed = curves(figures["losses"].axes[0])["run: train, mean of 5"]
     assert np.isfinite(smoothed).all()
-    assert re.search(r"skipped updates +2\n", capsys.readouterr().out)
+    assert re.search(r"skipped updates +3\n", capsys.readouterr().out)
 
 
 def test_the_table_has_last_and_best_values_and_the_perplexity(play, tmp_path, capsys):
@@ -244,15 +244,41 @@ def test_the_table_has_last_and_best_values_and_the_perplexity(play, tmp_path, c
     assert re.search(r"HellaSwag.* 0.3000 \(0.3100 at 90\)", printed)
 
 
+def test_a_short_run_beside_a_long_one_is_in_every_panel(play, tmp_path):
+    """A run that the legend names and no panel of the end shows."""
+    head = "0 total_batch_size 5\n0 vocab_size 257\n"
+    write_log(tmp_path / "long", steps=1000, records=head)
+    write_log(tmp_path / "short", steps=90, records=head)
+    figures = play("long", "short", until=SECOND_HALF)["figures"]
+    for ax in (figures["losses"].axes[1], *figures["compared"].axes[:2]):
+        left, right = ax.get_xlim()
+        for x, y in curves(ax).values():
+            assert ((left <= x) & (x <= right)).sum() > 2
+            low, high = ax.get_ylim()
+            assert low < y[-1] < high
+
+
+def test_a_damaged_checkpoint_is_passed_over(play, tmp_path, capsys):
+    """A traceback, and then one for every cell that uses the model."""
+    write_log(tmp_path / "run")
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(1, 1, 8, 16, 257, "bytes", 256))
+    save_model(model, tmp_path / "run" / "model_00050.pt")
+    whole = (tmp_path / "run" / "model_00050.pt").read_bytes()
+    (tmp_path / "run" / "model_00100.pt").write_bytes(whole[:1000])
+    play("run", until="characters =")
+    printed = capsys.readouterr().out
+    assert "model_00100.pt cannot be read" in printed and "run, model_00050.pt" in printed
+
+
 def test_a_cell_run_again_shows_what_the_log_has_gained(play, tmp_path):
     """A run that goes on, for which the kernel would have to be started again."""
     write_log(tmp_path / "run", steps=60)
     variables = play("run", until="axis_names =")
     [cell] = [cell for cell in CODE if '"losses")' in cell.source]
-    before = curves(variables["axes"][0])["run: train, mean of 1"][0][-1]
+    before = curves(variables["axes"][0])["run: train"][0][-1]
     write_log(tmp_path / "run", steps=90)
     exec(cell.source, variables)
-    after = curves(variables["axes"][0])["run: train, mean of 1"][0][-1]
+    after = curves(variables["axes"][0])["run: train"][0][-1]
     assert (before, after) == (59, 89)
 
 
