@@ -640,7 +640,7 @@ def require_shard(path: str, tokens: int, suffix: str) -> int:
     size = len(make_header(tokens, suffix)) + 2 * tokens  # uint16: 2 bytes a token
     found = os.path.getsize(path) if os.path.exists(path) else 0
     message = f"{path} is missing or cut short ({found:,} bytes of {size:,})"
-    require(found >= size or not tokens, f"{message}: put it back, or start over with --overwrite")
+    require(found >= size or not tokens, f"{message}: put it back, or use fineweb.py --overwrite")
     return size
 
 
@@ -878,11 +878,11 @@ def prepare_folder(args: argparse.Namespace, source: Source) -> dict:
             Path(path).unlink(missing_ok=True)
     opened = [name for name, _ in meta["progress"]["open"].values()]
     for temporary in glob.glob(os.path.join(glob.escape(args.out), f"{args.prefix}_*.tmp")):
-        path = temporary.removesuffix(".tmp")
-        if os.path.basename(path) in meta["shards"]:  # listed, but not renamed yet
-            rename(temporary, path)
-        elif os.path.basename(path) not in opened:  # of a start before the first meta.json
-            os.remove(temporary)
+        name = os.path.basename(temporary).removesuffix(".tmp")
+        if name in meta["shards"]:  # listed, but not renamed yet
+            rename(temporary, os.path.join(args.out, name))
+        elif name.endswith((".npy", ".bin")) and name not in opened:
+            os.remove(temporary)  # left by a start that had not written a meta.json yet
     require_shards(args.out, meta)
     return meta
 
@@ -945,12 +945,13 @@ def merge(args: argparse.Namespace) -> dict:
     first = next(iter(metas.values()))
     for path, meta in metas.items():
         check_same_run(path, meta, first, "make the parts again from the same data")
-        require_shards(args.out, meta)
     # Each part was compared with the first, so all agree on how many there are
     done = {meta["options"]["part"] for meta in metas.values() if meta["progress"]["done"]}
     parts = first["options"]["parts"]
     missing = [f"--part {part + 1}/{parts}" for part in range(parts) if part not in done]
     require(not missing, f"{args.out}: finish {', '.join(missing)} first")
+    for meta in metas.values():
+        require_shards(args.out, meta)
     every = [meta["progress"]["tokens"] for meta in metas.values()]
     tokens = {split: sum(part[split] for part in every) for split in ("val", "train")}
     merged = first | {"shards": shards, "progress": {"done": True, "tokens": tokens}}
@@ -1152,9 +1153,9 @@ def main(argv: list[str] | None = None) -> None:
     except OSError as error:  # no network, no disk space
         status = 1
         line = f"fineweb.py: {error}. What is finished stays: run the same command to continue."
-    sys.stdout.flush()
     # The messages of libraries may have several lines
-    print(" ".join(line.split()), file=sys.stderr, flush=True)
+    with suppress(OSError):  # nobody reads stderr
+        print(" ".join(line.split()), file=sys.stderr, flush=True)
     if argv is None:
         os._exit(status)  # without waiting for a library's threads, which wait for the network
     sys.exit(status)

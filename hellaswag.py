@@ -292,10 +292,10 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     calls this, inside Run.eager. A process computes its share of the batches, and all compute
     equally many, because the forward pass of a sharded model communicates."""
     config = model.config
-    what = (path, config.tokenizer, convention, config.block_size, examples)
-    rows, labels = load_rows(*what)
+    selection = (path, config.tokenizer, convention, config.block_size, examples)
+    rows, labels = load_rows(*selection)
     n = len(labels)
-    batches = make_batches(*what, BATCH_TOKENS[torch.device(device).type])
+    batches = make_batches(*selection, BATCH_TOKENS[torch.device(device).type])
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
@@ -360,6 +360,7 @@ def main(argv: list[str] | None = None) -> None:
     user can put right or a download that failed."""
     import train_gpt2
 
+    fineweb.protect_output()
     status = 0
     try:
         run_command(argv)

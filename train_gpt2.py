@@ -436,7 +436,8 @@ def open_shard(path: Path) -> Shard:
             header = np.fromfile(path, np.int32, 3).tolist()
             count = (path.stat().st_size - 256 * 4) // 2  # 4 bytes an int32, 2 bytes a token
             expected = [20240520, 1, count]
-            require(header == expected, f"its header is {header}, its size asks for {expected}")
+            is_whole = header == expected and count >= 0
+            require(is_whole, f"its header is {header}, its size asks for {expected}")
             return Shard(path, 256 * 4, count)
         tokens = np.load(path, mmap_mode="r")
         found = f"{tokens.ndim}-D {tokens.dtype}"
@@ -890,6 +891,8 @@ def load_checkpoint(path: str | Path) -> dict:
     UserError if the file is not a whole checkpoint."""
     # open comes first: it names a missing permission, which is_zipfile would call damage
     with reading(path), open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 2**16))
+        file.read()  # is_zipfile looks here, and hides an error of the disk
         require(is_zipfile(file), "it is not a checkpoint, or only a part of one")
         damaged = ZipFile(file).testzip()  # compares all checksums, 2 GB per second
         require(damaged is None, f"its part {damaged} is damaged")
@@ -1207,7 +1210,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     settle_args has decided the flags. `source` has the first weights, `checkpoint` is what to
     resume. Either may be {}; when resuming, both are the same."""
     train_loader, val_loader = open_data(args, config, run)
-    data = dict(zip(("data", "data_sample"), identify(train_loader.shards), strict=True))
+    names, sample = identify(train_loader.shards)
+    data = {"data": names, "data_sample": sample}
     if args.val_every:
         data["val_data"] = ", ".join(identify(val_loader.shards))
     check_run(args, data, checkpoint, run)
@@ -1256,10 +1260,12 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         may_sample = step > 0 or source or args.max_steps == 0
         if is_due(step, args.sample_every, args) and may_sample:
             print_samples(raw_model, args, run)
+        # A signal during an evaluation, which may have taken long, does not wait for another step
+        if is_evaluated(step, args) and not run.agree(not signals):
+            break
         if is_due(step, args.save_every, args) and step > start:
             save_checkpoint(state, args, run, **data, val_loss=val_loss)
-        # A signal during an evaluation, which may have taken long, does not wait for another step
-        if step == args.max_steps or (is_evaluated(step, args) and not run.agree(not signals)):
+        if step == args.max_steps:
             break
 
         # one optimizer step, on the mean gradient of total_batch_size tokens
@@ -1504,11 +1510,10 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
         require(is_own_data, "--quickstart with other data needs a --log_dir of its own")
         if args.overwrite is None:
             args.overwrite = not args.resume
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        # torchrun starts all processes again after one has failed: the run goes on
-        args.resume = True
-        args.overwrite = False
     require(not (args.resume and args.overwrite), "give --resume or --overwrite, not both")
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    hint = "torchrun has started the processes again: --resume continues what they have saved"
+    require(not (args.overwrite and is_restart), f"{hint}, --overwrite would delete it")
     return args
 
 
@@ -1546,7 +1551,8 @@ def settle_args(args: Namespace, checkpoint: dict, run: Run) -> tuple[Namespace,
     require(not args.zero or (run.world_size > 1 and run.dtype != "float16"), f"--zero: {needs}")
     # GPT-3 decays to a tenth
     new.min_lr = first_given(args.min_lr, 0.1 * new.max_lr)
-    require(new.min_lr <= new.max_lr, f"min_lr {new.min_lr} is above max_lr {new.max_lr}")
+    rises = f"min_lr {new.min_lr} is above max_lr {new.max_lr}"
+    require(checkpoint or new.min_lr <= new.max_lr, rises)  # some old runs rise
     every = 0 if run.device.type == "cpu" else 250  # HellaSwag takes half an hour on a CPU
     new.hellaswag_every = first_given(args.hellaswag_every, every)
     # last, because it depends on nearly all of the above
@@ -1590,7 +1596,8 @@ def read_meta(data_dir: str) -> dict:
         # Only fineweb.py writes its progress; a file written by hand has none
         is_done = meta.get("progress", {}).get("done", True)
         require(is_done, "the shards are still being built: run fineweb.py again to finish them")
-        missing = [name for name in meta.get("shards", {}) if not Path(data_dir, name).exists()]
+        listed = meta.get("shards") or {}
+        missing = [name for name in listed if not Path(data_dir, name).exists()]
         if missing:
             found = f"{len(missing)} of the shards in its meta.json, such as {missing[0]}"
             print0(f"warning: {data_dir} lacks {found}")
@@ -1724,7 +1731,7 @@ def check_run(args: Namespace, data: dict[str, str], checkpoint: dict, run: Run)
     views = run.gather(view)
     differing = []
     for key in view:
-        values = sorted({str(other[key]) for other in views})
+        values = sorted({str(other.get(key)) for other in views})
         if len(values) > 1:
             differing.append(f"{key} is {' or '.join(values)}")
     found = f"the processes have different checkpoints, data or flags: {'; '.join(differing)}"
@@ -1783,9 +1790,9 @@ def find_checkpoint(args: Namespace) -> dict:
             return checkpoint
         except UserError as error:
             # Without permission, or with a failing disk, the file may be whole all the same, and to
-            # continue from an older one would lose steps. Damage shows as EINVAL at most
+            # continue from an older one would lose steps. zipfile calls some damage an OSError, too
             cause = error.__cause__
-            if isinstance(cause, OSError) and cause.errno != errno.EINVAL:
+            if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 raise
             print0(f"warning: {error}; trying the checkpoint before it")
     # Without any checkpoint --resume starts a new run, so that one command serves every start
@@ -1829,8 +1836,9 @@ def start_training(argv: list[str] | None, args: Namespace) -> int:
         stored.pop("batch_size", None)  # it need not suit other hardware
     if world_size == 1:
         stored.pop("zero", None)  # one process cannot shard
-    if args.max_lr is not None and stored.get("max_lr"):  # another one keeps the proportion
-        stored["min_lr"] *= args.max_lr / stored["max_lr"]
+    old_lr = stored.get("max_lr")
+    if old_lr and args.max_lr not in (None, old_lr):  # the last rate keeps its proportion to it
+        stored["min_lr"] = args.max_lr * min(1, stored["min_lr"] / old_lr)
     args = parse_args(argv, stored)
     run = setup_run(args)
     if args.quickstart and Path(args.data_dir) == Path(QUICKSTART["data_dir"]):
@@ -1895,17 +1903,19 @@ def catch_signals() -> list[int]:
             with suppress(OSError):  # nobody reads stderr
                 os.write(2, note)  # print is not safe in a signal handler
 
-    for name in ("SIGTERM", "SIGINT", "SIGHUP"):
-        signum = getattr(signal, name, signal.SIGTERM)  # Windows has no SIGHUP
-        if name != "SIGHUP" or signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores it
-            signal.signal(signum, catch)
+    signums = [signal.SIGTERM, signal.SIGINT]
+    # Windows has no SIGHUP, and nohup has it ignored
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signums.append(signal.SIGHUP)
+    for signum in signums:
+        signal.signal(signum, catch)
     return received
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line shown at the top of this file. The exit status is 0 for success, 1 if
     training failed, 2 for a mistake that the user can put right, and 128 plus the number of the
-    signal after SIGTERM or SIGINT."""
+    signal after SIGTERM, SIGINT or SIGHUP."""
     fineweb.protect_output()
     try:
         status = run_command(argv)

@@ -392,14 +392,14 @@ def test_nohup_keeps_its_meaning(monkeypatch):
             signal.signal(signum, handler)
 
 
-def test_processes_that_torchrun_starts_again_go_on(monkeypatch):
-    """--overwrite deleted the checkpoints that the run had made before one of them failed."""
-    args = train_gpt2.parse_args(["--overwrite"])
-    assert (args.overwrite, args.resume) == (True, False)
+@pytest.mark.parametrize("argv", [["--overwrite"], ["--quickstart"]])
+def test_torchrun_does_not_overwrite_what_it_has_begun(monkeypatch, argv):
+    """It starts all processes again after one has failed, and the new ones deleted the run."""
+    assert train_gpt2.parse_args(argv).overwrite
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    for argv in (["--overwrite"], ["--quickstart"], []):
-        args = train_gpt2.parse_args(argv)
-        assert (args.overwrite, args.resume) == (False, True)
+    with pytest.raises(train_gpt2.UserError, match="--resume continues"):
+        train_gpt2.parse_args(argv)
+    assert train_gpt2.parse_args(["--resume"]).resume
 
 
 def test_another_peak_rate_on_resume_keeps_its_proportion_to_the_last_one(tmp_path, shards, capsys):
@@ -410,6 +410,8 @@ def test_another_peak_rate_on_resume_keeps_its_proportion_to_the_last_one(tmp_pa
     assert "min_lr is 1e-05, was 0.001" in capsys.readouterr().out
     rates = read_log(tmp_path / "log")["lr"]
     assert rates[4] <= 1e-4 and rates[7] < rates[4]
+    assert run_main(*where[:-1], 12, "--max_lr", 1e-4) == 0
+    assert "min_lr" not in capsys.readouterr().out, "nothing changes, to the last bit"
 
 
 def test_resume_from_other_weights_is_refused(tmp_path, shards, capsys):
