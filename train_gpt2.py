@@ -45,12 +45,6 @@ from typing import NamedTuple, NoReturn
 from zipfile import ZipFile, is_zipfile
 from zlib import crc32
 
-# GOMP_SPINCOUNT says for how many rounds of a loop PyTorch's CPU threads wait for each other before
-# they sleep. With GNU OpenMP's default, 300,000, a step takes 1.5 times as long if another program
-# uses one of 2 cores. With 1,000 it does not, and on an idle machine a step takes no longer than
-# before. The variable must be set before torch is imported
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 import numpy as np
 import torch
 import torch.distributed as dist
