@@ -13,6 +13,7 @@ HELLASWAG=path takes the examples from there, so that nothing is downloaded.
 import dataclasses
 import os
 import signal
+import time
 from pathlib import Path
 
 import conftest
@@ -25,6 +26,8 @@ import train_gpt2
 hellaswag.FILE = Path(os.environ.get("HELLASWAG", hellaswag.FILE))
 train_gpt2.SIZES["test"] = conftest.TINY
 torch.use_deterministic_algorithms(True)
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(min(seconds, 3))  # the patience of train_gpt2.report
 
 if "KILL_IN_SAVE" in os.environ:
     replace = os.replace
