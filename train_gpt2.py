@@ -454,7 +454,7 @@ def open_shards(data_dir: str, split: str) -> dict[str, Shard]:
     shards = {}
     for path in sorted(Path(data_dir).glob(f"*{split}*")):
         if path.suffix in (".npy", ".bin") and path.is_file():
-            # A file with both words would be in both splits, and validate on what was learned
+            # With both words in its name, a file would be read for training and for validation
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
             shards[path.name] = open_shard(path)
@@ -1783,8 +1783,8 @@ def find_checkpoint(args: Namespace) -> dict:
             require(step == int(path.stem[6:]), f"{path} is not of that step, but of {step}")
             return checkpoint
         except UserError as error:
-            # Without permission, or with a failing disk, the file may be whole all the same, and to
-            # continue from an older one would lose steps. zipfile calls some damage an OSError, too
+            # Without permission, or with a failing disk, nobody knows whether the file is damaged,
+            # and an older one would cost steps. (zipfile calls some damage an OSError, too)
             cause = error.__cause__
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 raise
