@@ -1163,6 +1163,30 @@ def is_evaluated(step: int, args: Namespace) -> bool:
     return any(is_due(step, every, args) for every in intervals)
 
 
+def check_gradients(model: GPT) -> None:
+    """Fail if a parameter got no gradient: checkpoints would lack its moments, and a run could not
+    resume from them."""
+    for name, p in model.named_parameters():
+        is_used = p.grad is not None or not p.requires_grad
+        assert is_used, f"the loss does not depend on {name}: delete or freeze it"
+
+
+def update_weights(
+    optimizers: list[torch.optim.Optimizer], lr: float, skip: Tensor, run: Run
+) -> None:
+    """Update every parameter at this learning rate, unless `skip`, () bool, is true."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        # Fused AdamW on CUDA, and Muon, read found_inf and change nothing where it is 1. They have
+        # PyTorch's attribute for that. For any other optimizer, Python waits for `skip`. (Apple's
+        # kernels ignore found_inf, and scaler.step would know of overflows alone)
+        optimizer.found_inf = skip.float()
+        reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if (run.runs_ahead and reads_found_inf) or not skip:
+            optimizer.step()
+
+
 class Update(NamedTuple):
     """A step that the device has been told to compute. Its results may not have arrived yet."""
 
@@ -1283,10 +1307,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
                 loss = model(x, y) / grad_accum_steps
             scaler.scale(loss).backward()
             loss_sum += loss.detach()
-        if step == start:  # a checkpoint that lacks the moments of a parameter cannot be resumed
-            for name, p in raw_model.named_parameters():
-                is_used = p.grad is not None or not p.requires_grad
-                assert is_used, f"the loss does not depend on {name}: delete or freeze it"
+        if step == start:
+            check_gradients(raw_model)
         for optimizer in optimizers:
             scaler.unscale_(optimizer)  # the norm is that of the true gradients
         # Clip the norm, so that one bad batch cannot throw the weights far off. GPT-3 clips to 1.0.
@@ -1299,17 +1321,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         alarms = [torch.full_like(norm, float(bool(reason))) for reason in (signals, damage)]
         values = run.mean(torch.stack((loss_sum, norm, *alarms)))
         skip, state.recent = judge(values, state.recent, args)
-        lr = get_lr(step, args)  # the same for all groups of all optimizers
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            # Fused AdamW on CUDA, and Muon, read found_inf and change nothing where it is 1. They
-            # have PyTorch's attribute for that. For any other optimizer, Python waits for `skip`.
-            # (Apple's kernels ignore found_inf, and scaler.step would know of overflows alone)
-            optimizer.found_inf = skip.float()
-            reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
-            if (run.runs_ahead and reads_found_inf) or not skip:
-                optimizer.step()
+        lr = get_lr(step, args)
+        update_weights(optimizers, lr, skip, run)
         scaler.update()
 
         # With a GPU, Python reads the results of a step only after it has started the next one: a
