@@ -305,8 +305,8 @@ TWICE = {
         r"within ([\d.]+\d) of one GPU's \|",
     ),
     "scaling": (
-        r"train at (\d+)% of twice the speed.*?two reach (\d+)% and four (\d+)% of linear",
-        r"\| 524,288 \|.*?\| (\d+)% \|.*?\| (\d+)% \|.*?four H200 took 122.5 ms \((\d+)%\)",
+        r"train at (\d+) to (\d+)% of.*?at (\d+)% of four.*?reach (\d+) to (\d+)%, and four (\d+)%",
+        r"\| 524,288 \|.*?" + r"\| (\d+)% \|.*?" * 6,
     ),
     "sharded models": (
         r"trains at ([\d,]+) .*? with `--zero 2` and ([\d,]+) with `--zero 3`.*?at ([\d,]+) ",

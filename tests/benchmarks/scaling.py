@@ -1,16 +1,25 @@
-"""Measure how training scales over the GPUs of one machine, in one call of a few minutes.
+"""Measure how training scales over the GPUs of one machine.
 
     python tests/benchmarks/scaling.py corpus                     # on 1, 2, 4 ... of its GPUs
     python tests/benchmarks/scaling.py corpus --gpus 1 8 --repeats 3
 
 `corpus` is a folder of shards. GPT-2 124M, B 64. Every number of GPUs trains with 524,288 tokens a
 step, where linear is the step of one GPU divided by their number, and with 65,536 tokens for each
-of them, where linear is an eighth of it. Times are log.txt's, the median of a run after its first
-five steps. Then one GPU and all of them train 20 steps of the same data, with two validations and
-HellaSwag if --hellaswag is given, once more with Muon, and the losses are compared.
+of them, where linear is an eighth of it.
+
+An H200 under full load is limited by its power. What it computes in a second then depends on the
+chip, on its temperature and on the weights: those of a trained model take up to 2% more time than
+new ones. Therefore the runs take turns. The step of one GPU is the mean over all GPUs, each of which
+trains by itself at the same time. The learning rate is 0, so that every run computes with the same
+weights. A run takes about 13 seconds of an H200, and its time is the median of log.txt's steps in
+its second half.
+
+After that one GPU and all of them really train, 20 steps on the same data, with AdamW and with
+Muon. There are two validations, and with --hellaswag two scores. The losses are compared.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -21,25 +30,25 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SILENT = "--overwrite --save_every 0 --sample_every 0"
-TIMED = f"{SILENT} --val_every 0 --hellaswag_every 0"
+TIMED = f"{SILENT} --val_every 0 --hellaswag_every 0 --max_lr 0"
 
 
-def train(gpus: int, flags: str, args: argparse.Namespace) -> dict:
-    """Train on this number of GPUs. Return {"ms": median, "train": losses, "val": losses, "seconds":
-    of each validation and of HellaSwag}."""
-    launcher = [sys.executable]
+def start(gpus: int, flags: str, args: argparse.Namespace, first: int = 0) -> subprocess.Popen:
+    """Start to train on this number of GPUs, of which `first` is the first."""
+    command = [sys.executable]
     if gpus > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    where = [
-        "--data_dir",
-        args.data_dir,
-        "--log_dir",
-        args.out,
-        "--batch_size",
-        str(args.batch_size),
-    ]
-    command = [*launcher, str(ROOT / "train_gpt2.py"), *where, *flags.split(), *args.flags.split()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    command += [str(ROOT / "train_gpt2.py"), "--data_dir", args.data_dir]
+    command += ["--log_dir", f"{args.out}/{first}", "--batch_size", str(args.batch_size)]
+    command += [*flags.split(), *args.flags.split()]
+    visible = ",".join(str(gpu) for gpu in range(first, first + gpus))
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, args: argparse.Namespace, first: int = 0) -> dict:
+    """Wait for a run that was just started. Return {"ms": median of the second half of its steps,
+    "train": losses, "val": losses, "seconds": of each validation and of HellaSwag}."""
     seconds, lines = [], []
     last = time.perf_counter()
     for line in process.stdout:
@@ -50,51 +59,64 @@ def train(gpus: int, flags: str, args: argparse.Namespace) -> dict:
         lines.append(line)
     if process.wait():
         raise SystemExit("".join(lines))
-    log = [line.split() for line in Path(args.out, "log.txt").read_text().splitlines()]
+    log = [line.split() for line in Path(args.out, str(first), "log.txt").read_text().splitlines()]
     result = {"seconds": seconds}
     for name in ("train", "val", "dt"):
         result[name] = [float(value) for _, stream, value in log if stream == name]
-    result["ms"] = statistics.median(result["dt"][5:])
+    result["ms"] = statistics.median(result["dt"][len(result["dt"]) // 2 :])
     return result
 
 
 def measure_steps(args: argparse.Namespace) -> None:
-    """Print a row for every number of GPUs and size of a step."""
-    row = "{:>5} {:>9} {:>14} {:>9}  {}"
-    print(row.format("GPUs", "tokens", "tok/s", "linear", "ms a step, each run"))
-    one = None  # ms of one GPU
-    for gpus in args.gpus:
-        for total in (args.total, args.total // 8 * gpus):
-            if gpus == 1 and total != args.total:
-                continue
-            steps = 14 if total == args.total else 60
+    """Print a line for every run as it ends, then a row for every number of GPUs and size of a
+    step, with the median of its runs, and the least and the greatest of them in brackets."""
+    most = max(args.gpus)
+    sizes = {(1, args.total)}
+    sizes |= {(n, total) for n in args.gpus if n > 1 for total in (args.total, args.total // 8 * n)}
+    runs = {size: [] for size in sorted(sizes)}
+    for turn in range(args.repeats):
+        for (gpus, total), times in runs.items():
+            steps = max(10, args.tokens * gpus // total)
             flags = f"{TIMED} --max_steps {steps} --total_batch_size {total}"
-            runs = [train(gpus, flags, args)["ms"] for _ in range(args.repeats)]
-            ms = statistics.median(runs)
-            one = one or ms
-            share = f"{one * total / args.total / gpus / ms:.1%}" if gpus > 1 else ""
-            each = ", ".join(f"{run:.2f}" for run in runs)
-            print(
-                row.format(gpus, f"{total:,}", f"{1000 * total / ms:,.0f}", share, each), flush=True
-            )
+            firsts = range(most) if gpus == 1 else [0]
+            processes = [start(gpus, flags, args, first) for first in firsts]
+            each = []
+            for first, process in zip(firsts, processes, strict=True):
+                each.append(finish(process, args, first)["ms"])
+            times.append(statistics.mean(each))
+            text = ", ".join(f"{ms:.2f}" for ms in each)
+            print(f"turn {turn}: {gpus} GPUs, {total:,} tokens: {text} ms", flush=True)
+    row = "{:>5} {:>9} {:>12} {:>26} {:>24}"
+    print(row.format("GPUs", "tokens", "tok/s", "ms a step", "of linear"))
+    for (gpus, total), times in runs.items():
+        linear = [one * total / args.total / gpus for one in runs[1, args.total]]
+        shares = [at_best / ms for at_best, ms in zip(linear, times, strict=True)]
+        ms = statistics.median(times)
+        share = statistics.median(shares)
+        times_text = f"{ms:.2f} ({min(times):.2f} to {max(times):.2f})"
+        share_text = f"{share:.1%} ({min(shares):.1%} to {max(shares):.1%})"
+        print(row.format(gpus, f"{total:,}", f"{1000 * total / ms:,.0f}", times_text, share_text))
 
 
 def compare_losses(args: argparse.Namespace) -> None:
     """Print the largest difference between the losses on one GPU and on all, the seconds of the
     evaluations, and what a step takes with each optimizer."""
-    every = f"{SILENT} --max_steps 20 --val_every 10 --total_batch_size {args.total}"
-    every += f" --hellaswag_every {10 if args.hellaswag else 0}"
+    every = f"{SILENT} --max_steps 20 --val_every 20 --total_batch_size {args.total}"
+    every += f" --hellaswag_every {20 if args.hellaswag else 0}"
     for optimizer in ("adamw", "muon"):
-        results = [
-            train(gpus, f"{every} --optimizer {optimizer}", args)
-            for gpus in sorted({args.gpus[0], args.gpus[-1]})
-        ]
-        pairs = zip(results[0]["train"], results[-1]["train"], strict=True)
+        results = {}
+        for gpus in sorted({1, max(args.gpus)}):
+            process = start(gpus, f"{every} --optimizer {optimizer}", args)
+            results[gpus] = finish(process, args)
+        pairs = zip(results[1]["train"], results[max(args.gpus)]["train"], strict=True)
         difference = max(abs(a - b) for a, b in pairs)
-        print(f"{optimizer}: losses of 20 steps differ by at most {difference:.5f}")
-        for gpus, result in zip((args.gpus[0], args.gpus[-1]), results, strict=False):
+        print(f"{optimizer}: losses of 20 steps differ by at most {difference:.6f}")
+        for gpus, result in results.items():
             seconds = ", ".join(f"{value:.1f}" for value in result["seconds"])
-            print(f"  {gpus} GPUs: {result['ms']:.1f} ms a step; val {result['val']}; s: {seconds}")
+            print(
+                f"  {gpus} GPUs: {result['ms']:.1f} ms; val {result['val']}; s: {seconds}",
+                flush=True,
+            )
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -106,6 +128,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--total", type=int, default=2**19, help="tokens a step")
+    parser.add_argument("--tokens", type=int, default=14 * 2**19, help="of a GPU in a run")
     parser.add_argument("--hellaswag", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--flags", default="", help="more flags for train_gpt2.py")
     parser.add_argument("--out", default="log/scaling", help="folder of the runs")
