@@ -28,7 +28,7 @@ import json
 import math
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from http.client import HTTPException
@@ -287,10 +287,18 @@ def make_batches(
 
 
 @torch.no_grad()
-def score(model, path: Path, convention: str, device, examples: int = 10**9) -> Score:
+def score(
+    model,
+    path: Path,
+    convention: str,
+    device,
+    examples: int = 10**9,
+    must_stop: Callable[[], bool] = lambda: False,
+) -> Score | None:
     """Score a GPT of train_gpt2.py on the first examples of the file. Every process of a group
     calls this, inside Run.eager. A process computes its share of the batches, and all compute
-    equally many, because the forward pass of a sharded model communicates."""
+    equally many, because the forward pass of a sharded model communicates. Return None if
+    must_stop, which is asked after every eighth batch, says so."""
     config = model.config
     selection = (path, config.tokenizer, convention, config.block_size, examples)
     rows, labels = load_rows(*selection)
@@ -301,6 +309,8 @@ def score(model, path: Path, convention: str, device, examples: int = 10**9) -> 
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
     # The processes take batches in turns. Neighbours cost about the same, being sorted by length
     for first in range(0, len(batches), world_size):
+        if first // world_size % 8 == 7 and must_stop():
+            return None
         i = min(first + rank, len(batches) - 1)  # the last batch again if there is no other
         numbers, tokens, targets = batches[i]
         each = model(tokens.to(device), targets.to(device), reduction="none")  # (B, T) float32

@@ -34,7 +34,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -932,15 +932,24 @@ def last_good(args: Namespace) -> str:
 
 
 @torch.no_grad()
-def validate(model: GPT, loader: DataLoaderLite, tokens: int, run: Run) -> float:
+def validate(
+    model: GPT,
+    loader: DataLoaderLite,
+    tokens: int,
+    run: Run,
+    must_stop: Callable[[], bool] = lambda: False,
+) -> float | None:
     """Return the mean loss in nats per token over the first tokens // T windows of the split, at
-    least one and at most all. These windows are the same for every B and number of processes."""
+    least one and at most all. These windows are the same for every B and number of processes.
+    Return None if must_stop, which is asked after every eighth batch, says so."""
     model.eval()
     loader.reset()
     windows = min(max(1, tokens // loader.T), loader.windows)  # of all processes together
     rows = run.rank * loader.B + torch.arange(loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
-    for first in range(0, windows, loader.B * run.world_size):
+    for i, first in enumerate(range(0, windows, loader.B * run.world_size)):
+        if i % 8 == 7 and must_stop():
+            return None
         x, y = loader.next_batch()
         # Rows beyond the last window do not count
         y = y.masked_fill(first + rows >= windows, -1)
@@ -966,14 +975,19 @@ def find_hellaswag(args: Namespace, run: Run) -> Path | None:
         return None
 
 
-def score_hellaswag(model: GPT, path: Path, run: Run) -> tuple[float, str]:
+def score_hellaswag(
+    model: GPT, path: Path, run: Run, must_stop: Callable[[], bool]
+) -> tuple[float, str] | None:
     """Return the share of HellaSwag's examples whose right ending has the lowest mean loss per
-    token, as build-nanogpt counts it, and a line to print. Each process scores a share of them."""
+    token, as build-nanogpt counts it, and a line to print. Each process scores a share of them.
+    Return None if must_stop, which is asked after every eighth batch, says so."""
     model.eval()
     start = time.perf_counter()
     with run.eager():
-        score = hellaswag.score(model, path, "build-nanogpt", run.device)
+        score = hellaswag.score(model, path, "build-nanogpt", run.device, must_stop=must_stop)
     model.train()
+    if score is None:
+        return None
     seconds = time.perf_counter() - start
     line = f"HellaSwag: {score.acc_norm} of {score.n} = {score.share:.4f} in {seconds:.1f} s"
     return score.share, line
@@ -1261,6 +1275,10 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     if start:
         print0(f"resumed at step {start}")
     signals = catch_signals()  # empty until one arrives
+
+    def is_interrupted() -> bool:
+        return not run.agree(not signals)  # by a signal to any of the processes
+
     unread = deque()  # updates whose results Python has not read yet
     must_stop = False
     # One iteration more than there are updates: each begins with the evaluation of the model after
@@ -1269,17 +1287,21 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         # first the evaluation
         val_loss = None  # stays None unless it is measured at this step
         if is_due(step, args.val_every, args):
-            val_loss = validate(raw_model, val_loader, args.val_tokens, run)
+            val_loss = validate(raw_model, val_loader, args.val_tokens, run, is_interrupted)
+            if val_loss is None:
+                break
             log.record_evaluation(step, "val", val_loss, f"val loss: {val_loss:.4f}")
         if hellaswag_file and is_due(step, args.hellaswag_every, args):
-            share, line = score_hellaswag(raw_model, hellaswag_file, run)
-            log.record_evaluation(step, "hella", share, line)
+            result = score_hellaswag(raw_model, hellaswag_file, run, is_interrupted)
+            if result is None:
+                break
+            log.record_evaluation(step, "hella", *result)
         # Samples of new weights are noise, and are printed only by a run of no step at all
         may_sample = step > 0 or source or args.max_steps == 0
         if is_due(step, args.sample_every, args) and may_sample:
             print_samples(raw_model, args, run)
-        # A signal during an evaluation, which may have taken long, does not wait for another step
-        if is_evaluated(step, args) and not run.agree(not signals):
+        # A signal during an evaluation, which may take long, does not wait for another step
+        if is_evaluated(step, args) and is_interrupted():
             break
         if is_due(step, args.save_every, args) and step > start:
             save_checkpoint(state, args, run, **data, val_loss=val_loss)
@@ -1343,7 +1365,7 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     problem = max(run.gather(train_loader.damage or val_loader.damage))  # "" where there is none
     require(not problem or state.step > start, problem)  # without an update, nothing to save
     # A signal during an evaluation has promised a save, too
-    must_stop = must_stop or not run.agree(not signals)
+    must_stop = must_stop or is_interrupted()
     if must_stop or problem:
         save_checkpoint(state, args, run, **data, val_loss=val_loss)
     if problem:
@@ -1509,6 +1531,7 @@ def parse_args(argv: list[str] | None, stored: dict = {}) -> Namespace:  # noqa:
             least = 1
         if isinstance(value, int | float):  # nan fails both comparisons
             require(least <= value < math.inf, f"{flag} is {value}, expected at least {least}")
+    require(args.export_hf != "", "--export_hf needs the name of a folder")
     # NumPy's generators take 32 bits
     require(args.seed < 2**32, f"seed is {args.seed}, expected less than 2**32")
     # The quickstart replaces its own earlier run, so nothing else may live in its folder

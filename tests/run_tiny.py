@@ -3,6 +3,7 @@
 Environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that checkpoint is
 written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of the model.
 KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
+SIGNAL_AFTER=rank:step:call: SIGTERM to that process in that batch of the evaluation after the step.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
 SPOIL_AT=step:path: in that step, the file is cut to 200 bytes, or deleted if step is negative.
 BUFFERS=1: a fork whose model multiplies by a table and by a count of its training calls.
@@ -58,6 +59,23 @@ if "KILL_RANK_AT" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT")
         return get_lr(step, args)
 
     train_gpt2.get_lr = die_at_step
+
+if "SIGNAL_AFTER" in os.environ:
+    place = tuple(int(number) for number in os.environ["SIGNAL_AFTER"].split(":"))
+    here = [RANK, -1, 0]
+    rate, forward = train_gpt2.get_lr, train_gpt2.GPT.forward
+
+    def count_steps(step, args):
+        here[1:] = [step, 0]
+        return rate(step, args)
+
+    def count_batches(self, *args, **kwargs):
+        here[2] += not self.training
+        if tuple(here) == place and not self.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return forward(self, *args, **kwargs)
+
+    train_gpt2.get_lr, train_gpt2.GPT.forward = count_steps, count_batches
 
 if "SPOIL_AT" in os.environ:
     spoil_at, path = os.environ["SPOIL_AT"].split(":")

@@ -81,6 +81,7 @@ BAD = {
     "no such device": (None, ["--device", "mps"], "no device mps"),
     "two sizes": (None, ["--init_from", CHECKPOINT, "--model", "d6"], "is a test: give --model test"),
     "endless epochs": (None, ["--epochs", "inf"], "epochs is inf"),
+    "nameless export": (None, ["--export_hf", ""], "needs the name of a folder"),
     "huge seed": (None, ["--seed", 2**32], "seed is 4294967296"),
     "sample of nothing": (None, ["--sample"], "--init_from"),
     "export into a run": (None, ["--init_from", CHECKPOINT, "--export_hf", CHECKPOINT], "holds a run"),

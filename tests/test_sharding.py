@@ -18,7 +18,7 @@ from conftest import (
     start_script,
     write_shards,
 )
-from test_hellaswag import write_examples
+from test_hellaswag import RAW, write_examples
 from test_training import assert_close, weights
 
 EVERY = ["--val_every", 3, "--save_every", 3, "--sample_every", 3, "--hellaswag_every", 3]
@@ -58,6 +58,26 @@ def test_a_fork_with_buffers_shards_and_resumes(start, tmp_path):
     assert_close(*logs)
     saved = torch.load(tmp_path / "log1/model_00006.pt")["model"]
     assert "transformer.ln_f.table" not in saved and saved["transformer.ln_f.count"] > 0
+
+
+@pytest.mark.parametrize("processes, stream", [(1, "val"), (1, "hella"), (2, "val")])
+def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tmp_path, processes, stream):
+    """A validation of minutes, and a scheduler that kills after 30 seconds what it asked to stop."""
+    examples = write_examples(tmp_path / "raw.jsonl", RAW * 100)
+    flags = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--batch_size", 1]
+    flags += ["--max_steps", 4, "--save_every", 4, "--val_every", 2 * (stream == "val")]
+    flags += ["--hellaswag_every", 2 * (stream == "hella"), "--zero", 3 * (processes > 1)]
+    env = {"HELLASWAG": str(examples)}
+    run_script([*flags, "--log_dir", tmp_path / "unbroken"], processes, **env)
+    # The last process gets the signal, in the third batch of the evaluation after update 1
+    broken = env | {"SIGNAL_AFTER": f"{processes - 1}:1:3"}
+    status, out, _ = run_script([*flags, "--log_dir", tmp_path / "log"], processes, **broken)
+    assert status == (143 if processes == 1 else 1) and "--resume" in out
+    assert list(read_log(tmp_path / "log")[stream]) == [0]
+    where = ["--data_dir", tmp_path / "data", "--log_dir", tmp_path / "log", "--resume"]
+    status, out, err = run_script([*where, "--device", "cpu"], processes, **env)
+    assert status == 0 and "resumed at step 2" in out, err
+    assert read_log(tmp_path / "log") == read_log(tmp_path / "unbroken")
 
 
 @pytest.mark.parametrize("zero, optimizer", [(2, "adamw"), (3, "muon")])
