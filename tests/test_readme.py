@@ -305,8 +305,12 @@ TWICE = {
         r"within ([\d.]+\d) of one GPU's \|",
     ),
     "scaling": (
-        r"train at (\d+) to (\d+)% of.*?at (\d+)% of four.*?reach (\d+) to (\d+)%, and four (\d+)%",
-        r"\| 524,288 \|.*?" + r"\| (\d+)% \|.*?" * 6,
+        r"train at (\d+) to (\d+)% of.*?at (\d+) to (\d+)% of four.*?reach (\d+) to (\d+)%, "
+        r"and four (\d+) to (\d+)%",
+        # on two GPUs, on four in the table, and on four with earlier versions below it
+        r"\| 524,288 \|.*?\| (\d+)% \|.*?\| (\d+)% \|.*?four: 232.*?% \|.*?"
+        + r"\| (\d+)% \|.*?" * 3
+        + r", (\d+)% of linear; .*?, (\d+)% of linear \(.*?four H200 took 122.5 ms \((\d+)%\)",
     ),
     "sharded models": (
         r"trains at ([\d,]+) .*? with `--zero 2` and ([\d,]+) with `--zero 3`.*?at ([\d,]+) ",
