@@ -293,12 +293,12 @@ def score(
     convention: str,
     device,
     examples: int = 10**9,
-    must_stop: Callable[[], bool] = lambda: False,
+    must_stop: Callable[[int], bool] = lambda batch: False,
 ) -> Score | None:
     """Score a GPT of train_gpt2.py on the first examples of the file. Every process of a group
     calls this, inside Run.eager. A process computes its share of the batches, and all compute
     equally many, because the forward pass of a sharded model communicates. Return None if
-    must_stop, which is asked after every eighth batch, says so."""
+    must_stop, which is asked before each batch, says so."""
     config = model.config
     selection = (path, config.tokenizer, convention, config.block_size, examples)
     rows, labels = load_rows(*selection)
@@ -309,7 +309,7 @@ def score(
     losses = torch.zeros(4 * n, device=device)  # summed over each ending, in nats
     # The processes take batches in turns. Neighbours cost about the same, being sorted by length
     for first in range(0, len(batches), world_size):
-        if first // world_size % 8 == 7 and must_stop():
+        if must_stop(first // world_size):
             return None
         i = min(first + rank, len(batches) - 1)  # the last batch again if there is no other
         numbers, tokens, targets = batches[i]

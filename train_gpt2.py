@@ -868,15 +868,22 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
             state.model, state.optimizers, options=FULL
         )
     names = state.model.weight_names()
+    problem = ""
     if run.rank == 0:
         checkpoint["model"] = {name: checkpoint["model"][name] for name in names}
         path = Path(args.log_dir, f"model_{state.step:05d}.pt")
         try:
             with atomic_write(path) as file:
                 torch.save(checkpoint, file)
+            print0(f"saved {path}")
+        except OSError as error:
+            problem = str(error)
         except RuntimeError as error:  # torch.save hides the reason, such as a full disk
-            raise OSError(f"{path} cannot be written: {error.__context__ or error}") from error
-        print0(f"saved {path}")
+            problem = f"{path} cannot be written: {error.__context__ or error}"
+    # Everybody waits for the file: when one process has ended, torchrun soon kills the others
+    problem = max(run.gather(problem))
+    if problem:
+        raise OSError(problem)
     prune(state, args, run)
 
 
@@ -937,18 +944,18 @@ def validate(
     loader: DataLoaderLite,
     tokens: int,
     run: Run,
-    must_stop: Callable[[], bool] = lambda: False,
+    must_stop: Callable[[int], bool] = lambda batch: False,
 ) -> float | None:
     """Return the mean loss in nats per token over the first tokens // T windows of the split, at
     least one and at most all. These windows are the same for every B and number of processes.
-    Return None if must_stop, which is asked after every eighth batch, says so."""
+    Return None if must_stop, which is asked before each batch, says so."""
     model.eval()
     loader.reset()
     windows = min(max(1, tokens // loader.T), loader.windows)  # of all processes together
     rows = run.rank * loader.B + torch.arange(loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
-    for i, first in enumerate(range(0, windows, loader.B * run.world_size)):
-        if i % 8 == 7 and must_stop():
+    for batch, first in enumerate(range(0, windows, loader.B * run.world_size)):
+        if must_stop(batch):
             return None
         x, y = loader.next_batch()
         # Rows beyond the last window do not count
@@ -976,11 +983,11 @@ def find_hellaswag(args: Namespace, run: Run) -> Path | None:
 
 
 def score_hellaswag(
-    model: GPT, path: Path, run: Run, must_stop: Callable[[], bool]
+    model: GPT, path: Path, run: Run, must_stop: Callable[[int], bool]
 ) -> tuple[float, str] | None:
     """Return the share of HellaSwag's examples whose right ending has the lowest mean loss per
     token, as build-nanogpt counts it, and a line to print. Each process scores a share of them.
-    Return None if must_stop, which is asked after every eighth batch, says so."""
+    Return None if must_stop, which is asked before each batch, says so."""
     model.eval()
     start = time.perf_counter()
     with run.eager():
@@ -1276,9 +1283,14 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         print0(f"resumed at step {start}")
     signals = catch_signals()  # empty until one arrives
 
-    def is_interrupted() -> bool:
-        return not run.agree(not signals)  # by a signal to any of the processes
+    def is_interrupted(batch: int = 0) -> bool:
+        """Return whether any process has received a signal. In an evaluation, the processes talk
+        to each other in every eighth batch only: a GPU would wait for the answer."""
+        is_asked = batch % 8 == 0 or run.device.type == "cpu"
+        return is_asked and not run.agree(not signals)
 
+    # A run that a signal ended in a validation has saved without a val loss
+    lacks_val_loss = bool(checkpoint) and checkpoint.get("val_loss") is None
     unread = deque()  # updates whose results Python has not read yet
     must_stop = False
     # One iteration more than there are updates: each begins with the evaluation of the model after
@@ -1303,7 +1315,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
         # A signal during an evaluation, which may take long, does not wait for another step
         if is_evaluated(step, args) and is_interrupted():
             break
-        if is_due(step, args.save_every, args) and step > start:
+        is_new = step > start or (lacks_val_loss and val_loss is not None)
+        if is_due(step, args.save_every, args) and is_new:
             save_checkpoint(state, args, run, **data, val_loss=val_loss)
         if step == args.max_steps:
             break
@@ -1366,7 +1379,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     require(not problem or state.step > start, problem)  # without an update, nothing to save
     # A signal during an evaluation has promised a save, too
     must_stop = must_stop or is_interrupted()
-    if must_stop or problem:
+    is_new = state.step > start or not checkpoint  # otherwise it is on the disk already
+    if (must_stop or problem) and is_new:
         save_checkpoint(state, args, run, **data, val_loss=val_loss)
     if problem:
         return report(problem, 1)
@@ -1924,7 +1938,7 @@ def catch_signals() -> list[int]:
     program at once. Other signals may come twice, and are ignored then: a scheduler sends SIGTERM
     to every process, and torchrun passes on its own."""
     received = []
-    note = b"\nSaving a checkpoint after this step. A second Ctrl-C ends the run without saving.\n"
+    note = b"\nSaving a checkpoint after this step or batch. A second Ctrl-C ends without saving.\n"
 
     def catch(signum, frame):
         received.append(signum)

@@ -3,7 +3,8 @@
 Environment variables break it on purpose. KILL_IN_SAVE=step: SIGKILL while that checkpoint is
 written. NAN_LOSS=rank:call: the loss is nan, on that process, in that call of the model.
 KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attempt of torchrun.
-SIGNAL_AFTER=rank:step:call: SIGTERM to that process in that batch of the evaluation after the step.
+SIGNAL_AFTER=rank:step:call: SIGTERM to that process in that batch of the evaluation after the step;
+step -1 is the evaluation before the first one.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
 SPOIL_AT=step:path: in that step, the file is cut to 200 bytes, or deleted if step is negative.
 BUFFERS=1: a fork whose model multiplies by a table and by a count of its training calls.
@@ -66,7 +67,8 @@ if "SIGNAL_AFTER" in os.environ:
     rate, forward = train_gpt2.get_lr, train_gpt2.GPT.forward
 
     def count_steps(step, args):
-        here[1:] = [step, 0]
+        if step < args.max_steps:  # the lines at the start print the last rate
+            here[1:] = [step, 0]
         return rate(step, args)
 
     def count_batches(self, *args, **kwargs):

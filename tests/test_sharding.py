@@ -19,7 +19,7 @@ from conftest import (
     write_shards,
 )
 from test_hellaswag import RAW, write_examples
-from test_training import assert_close, weights
+from test_training import assert_close, assert_same_weights, weights
 
 EVERY = ["--val_every", 3, "--save_every", 3, "--sample_every", 3, "--hellaswag_every", 3]
 
@@ -60,24 +60,36 @@ def test_a_fork_with_buffers_shards_and_resumes(start, tmp_path):
     assert "transformer.ln_f.table" not in saved and saved["transformer.ln_f.count"] > 0
 
 
-@pytest.mark.parametrize("processes, stream", [(1, "val"), (1, "hella"), (2, "val")])
-def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tmp_path, processes, stream):
+@pytest.mark.parametrize(
+    "processes, stream, last", [(1, "val", 3), (1, "hella", 1), (2, "val", 1), (2, "val", -1)]
+)
+def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tmp_path, processes, stream, last):
     """A validation of minutes, and a scheduler that kills after 30 seconds what it asked to stop."""
     examples = write_examples(tmp_path / "raw.jsonl", RAW * 100)
     flags = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--batch_size", 1]
-    flags += ["--max_steps", 4, "--save_every", 4, "--val_every", 2 * (stream == "val")]
+    flags += ["--max_steps", 4, "--save_every", 2, "--val_every", 2 * (stream == "val")]
     flags += ["--hellaswag_every", 2 * (stream == "hella"), "--zero", 3 * (processes > 1)]
     env = {"HELLASWAG": str(examples)}
     run_script([*flags, "--log_dir", tmp_path / "unbroken"], processes, **env)
-    # The last process gets the signal, in the third batch of the evaluation after update 1
-    broken = env | {"SIGNAL_AFTER": f"{processes - 1}:1:3"}
+    # The last process gets the signal, in the third batch of the evaluation after update `last`
+    broken = env | {"SIGNAL_AFTER": f"{processes - 1}:{last}:3"}
     status, out, _ = run_script([*flags, "--log_dir", tmp_path / "log"], processes, **broken)
     assert status == (143 if processes == 1 else 1) and "--resume" in out
-    assert list(read_log(tmp_path / "log")[stream]) == [0]
+    evaluated = read_log(tmp_path / "log").get(stream, {})
+    assert list(evaluated) == list(range(0, last + 1, 2))
     where = ["--data_dir", tmp_path / "data", "--log_dir", tmp_path / "log", "--resume"]
-    status, out, err = run_script([*where, "--device", "cpu"], processes, **env)
-    assert status == 0 and "resumed at step 2" in out, err
+    # Once more in the same evaluation, with which the resumed run begins
+    again = env | {"SIGNAL_AFTER": f"{processes - 1}:-1:3"}
+    status, _, _ = run_script([*where, "--device", "cpu"], processes, **again)
+    assert status == (143 if processes == 1 else 1)
+    status, _, err = run_script([*where, "--device", "cpu"], processes, **env)
+    assert status == 0, err
     assert read_log(tmp_path / "log") == read_log(tmp_path / "unbroken")
+    for step in (2, 4):
+        assert_same_weights(weights(tmp_path / "log", step), weights(tmp_path / "unbroken", step))
+        path = f"model_{step:05d}.pt"
+        ends = [torch.load(tmp_path / run / path)["val_loss"] for run in ("log", "unbroken")]
+        assert ends[0] == ends[1], step
 
 
 @pytest.mark.parametrize("zero, optimizer", [(2, "adamw"), (3, "muon")])

@@ -3,16 +3,16 @@
     python tests/benchmarks/scaling.py corpus                     # on 1, 2, 4 ... of its GPUs
     python tests/benchmarks/scaling.py corpus --gpus 1 8 --repeats 3
 
-`corpus` is a folder of shards. GPT-2 124M, B 64. Every number of GPUs trains with 524,288 tokens a
-step, where linear is the step of one GPU divided by their number, and with 65,536 tokens for each
-of them, where linear is an eighth of it.
+`corpus` is a folder of shards. GPT-2 124M, B 64. One GPU trains with 524,288 tokens a step, which
+takes it t milliseconds. n GPUs train with 524,288 tokens a step, too, where linear scaling would
+take t / n, and with 65,536 tokens for each GPU, where it would take t / 8.
 
 An H200 under full load is limited by its power. What it computes in a second then depends on the
 chip, on its temperature and on the weights: those of a trained model take up to 2% more time than
-new ones. Therefore the runs take turns. The step of one GPU is the mean over all GPUs, each of which
-trains by itself at the same time. The learning rate is 0, so that every run computes with the same
-weights. A run takes about 13 seconds of an H200, and its time is the median of log.txt's steps in
-its second half.
+new ones. Therefore the runs take turns. t is the mean over all GPUs in use, each of which trains by
+itself at the same time. The learning rate is 0, so that every run computes with the same weights. A
+run has 14 steps of 524,288 tokens for each GPU, about 13 seconds of an H200, and its time is the
+median of log.txt's steps in its second half.
 
 After that one GPU and all of them really train, 20 steps on the same data, with AdamW and with
 Muon. There are two validations, and with --hellaswag two scores. The losses are compared.
@@ -41,8 +41,12 @@ def start(gpus: int, flags: str, args: argparse.Namespace, first: int = 0) -> su
     command += [str(ROOT / "train_gpt2.py"), "--data_dir", args.data_dir]
     command += ["--log_dir", f"{args.out}/{first}", "--batch_size", str(args.batch_size)]
     command += [*flags.split(), *args.flags.split()]
-    visible = ",".join(str(gpu) for gpu in range(first, first + gpus))
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+    all_gpus = [str(gpu) for gpu in range(max(args.gpus))]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        all_gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    visible = ",".join(all_gpus[first : first + gpus])
+    # torchrun gives every process one thread, so a process alone gets one as well
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -73,7 +77,7 @@ def measure_steps(args: argparse.Namespace) -> None:
     most = max(args.gpus)
     sizes = {(1, args.total)}
     sizes |= {(n, total) for n in args.gpus if n > 1 for total in (args.total, args.total // 8 * n)}
-    runs = {size: [] for size in sorted(sizes)}
+    runs = {size: [] for size in sorted(sizes, reverse=True)}  # the largest might not be possible
     for turn in range(args.repeats):
         for (gpus, total), times in runs.items():
             steps = max(10, args.tokens * gpus // total)
@@ -88,7 +92,7 @@ def measure_steps(args: argparse.Namespace) -> None:
             print(f"turn {turn}: {gpus} GPUs, {total:,} tokens: {text} ms", flush=True)
     row = "{:>5} {:>9} {:>12} {:>26} {:>24}"
     print(row.format("GPUs", "tokens", "tok/s", "ms a step", "of linear"))
-    for (gpus, total), times in runs.items():
+    for (gpus, total), times in sorted(runs.items()):
         linear = [one * total / args.total / gpus for one in runs[1, args.total]]
         shares = [at_best / ms for at_best, ms in zip(linear, times, strict=True)]
         ms = statistics.median(times)
