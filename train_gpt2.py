@@ -846,8 +846,8 @@ def make_state(model: GPT, args: Namespace, run: Run) -> State:
 
 def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
     """Write the state, the flags and `rest` to log_dir, and delete what --keep does not keep. Every
-    process must call this; only the first writes. The layout does not depend on the number of GPUs
-    or on compilation, so any machine can resume from the file."""
+    process must call this. The first one writes, and if it cannot, all of them raise OSError. The
+    layout does not depend on the number of GPUs or on compilation, so any machine can resume."""
     finite = torch.stack([local(p).isfinite().all() for p in state.model.parameters()]).all()
     if not run.agree(finite):
         where = f"the weights are not finite at step {state.step}"
