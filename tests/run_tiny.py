@@ -6,6 +6,7 @@ KILL_RANK_AT=rank:step: SIGKILL of that process in that step, at the first attem
 SIGNAL_AFTER=rank:step:call: SIGTERM to that process in that batch of the evaluation after the step;
 step -1 is the evaluation before the first one.
 HIDE_CHECKPOINTS=rank: that process finds none. NO_DATA=rank: that process finds no data.
+SLOW_SAVE=seconds: a save takes that long.
 SPOIL_AT=step:path: in that step, the file is cut to 200 bytes, or deleted if step is negative.
 BUFFERS=1: a fork whose model multiplies by a table and by a count of its training calls.
 READ_LATER=1 reads each step's results one step later, as with a GPU.
@@ -42,6 +43,16 @@ if "KILL_IN_SAVE" in os.environ:
         replace(source, target)
 
     os.replace = die_before_the_name
+
+if "SLOW_SAVE" in os.environ:
+    save = torch.save
+
+    def save_slowly(contents, file):
+        """Write a checkpoint as large models have them."""
+        sleep(float(os.environ["SLOW_SAVE"]))
+        save(contents, file)
+
+    torch.save = save_slowly
 
 if "NAN_LOSS" in os.environ:
     rank, call = map(int, os.environ["NAN_LOSS"].split(":"))

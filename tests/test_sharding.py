@@ -16,6 +16,7 @@ from conftest import (
     run_main,
     run_script,
     start_script,
+    start_warm,
     write_shards,
 )
 from test_hellaswag import RAW, write_examples
@@ -90,6 +91,17 @@ def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tmp_path, processes
         path = f"model_{step:05d}.pt"
         ends = [torch.load(tmp_path / run / path)["val_loss"] for run in ("log", "unbroken")]
         assert ends[0] == ends[1], step
+
+
+def test_nobody_leaves_while_the_first_process_writes(tmp_path):
+    """torchrun, which kills all processes 30 seconds after the first of them has failed."""
+    flags = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--log_dir", tmp_path / "log"]
+    broken = {"SIGNAL_AFTER": "1:-1:1", "SLOW_SAVE": "2"}
+    started = start_warm(tmp_path / "out", [*flags, "--batch_size", 1], 2, **broken)
+    started[1].join(60)
+    assert started[1].exitcode == 143 and (tmp_path / "log/model_00000.pt").exists()
+    started[0].join(60)
+    assert started[0].exitcode == 0
 
 
 @pytest.mark.parametrize("zero, optimizer", [(2, "adamw"), (3, "muon")])
