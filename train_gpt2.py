@@ -457,6 +457,8 @@ def open_shards(data_dir: str, split: str) -> dict[str, Shard]:
             # With both words in its name, a file would be read for training and for validation
             both = "train" in path.name and "val" in path.name
             require(not both, f"{path} is named after both splits; rename it to one of them")
+            twin = path.with_suffix(".bin").name  # sorted before a .npy of the same name
+            require(twin not in shards, f"{path} and {twin} hold the same tokens; delete one")
             shards[path.name] = open_shard(path)
     require(bool(shards), f"{data_dir} holds no {split} shards (.npy, .bin); {HOW_TO_GET_DATA}")
     return shards

@@ -1,5 +1,6 @@
 """The loader: every window once an epoch, in an order that hardware does not change."""
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,7 +11,15 @@ from conftest import make_run, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train_gpt2 import DataLoaderLite, Shard, open_shard, open_shards, read_meta, read_tokens
+from train_gpt2 import (
+    DataLoaderLite,
+    Shard,
+    UserError,
+    open_shard,
+    open_shards,
+    read_meta,
+    read_tokens,
+)
 
 GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 and 90 tokens, T=8
 
@@ -103,6 +112,9 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
         shard = open_shards(str(tmp_path), split)[name]
         assert shard.tokens == 1000 and np.array_equal(read_tokens(shard, 0, 1000), tokens)
     assert read_meta(str(tmp_path)) == {}, "which stands for GPT-2's"
+    shutil.copy(tmp_path / "x_val_000000.bin", tmp_path / "x_train_000001.bin")
+    with pytest.raises(UserError, match=r"000001.npy and x_train_000001.bin hold the same tokens"):
+        open_shards(str(tmp_path), "train")  # converted in place, and each read once
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts files by Linux's /proc")
