@@ -829,9 +829,18 @@ class State:
         saved = checkpoint["optimizer"]
         if saved:  # empty before the first update
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            other = "the checkpoint is of another optimizer"
+            count = len(saved["param_groups"])
+            found = f"its parameters are in {count} groups, this code's in {len(groups)}"
+            require(count == len(groups), f"{other}: {found}")
             for old, group in zip(saved["param_groups"], groups, strict=True):
-                old["weight_decay"] = group["weight_decay"]  # which the flags decide
-            dcp.set_optimizer_state_dict(self.model, self.optimizers, saved, options=FULL)
+                # The code and the flags decide these, for example betas and weight_decay
+                old |= {name: value for name, value in group.items() if name != "params"}
+            try:
+                dcp.set_optimizer_state_dict(self.model, self.optimizers, saved, options=FULL)
+            except KeyError as error:
+                found = f"it holds {error}, which this code's optimizer does not have"
+                raise UserError(f"{other}: {found}") from error
 
 
 def make_state(model: GPT, args: Namespace, run: Run) -> State:
@@ -1202,10 +1211,12 @@ def update_weights(
         for group in optimizer.param_groups:
             group["lr"] = lr
         # Fused AdamW on CUDA, and Muon, read found_inf and change nothing where it is 1. They have
-        # PyTorch's attribute for that. For any other optimizer, Python waits for `skip`. (Apple's
-        # kernels ignore found_inf, and scaler.step would know of overflows alone)
-        optimizer.found_inf = skip.float()
+        # PyTorch's attribute for that. For any other optimizer, Python waits for `skip`, and some
+        # of them refuse found_inf. (Apple's kernels ignore it, and scaler.step would know of
+        # overflows alone)
         reads_found_inf = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if reads_found_inf:
+            optimizer.found_inf = skip.float()
         if (run.runs_ahead and reads_found_inf) or not skip:
             optimizer.step()
 

@@ -117,6 +117,42 @@ def test_another_optimizer_is_refused_at_resume(tmp_path, shards, capsys, old):
     assert run_main(*flags, "--max_steps", 7, *quickstart) == 0, "as long as nobody gives a flag"
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+        lambda p, lr: torch.optim.AdamW(p, lr),  # not fused
+        lambda p, lr: torch.optim.NAdam(p, lr),
+    ],
+)
+def test_a_fork_with_another_optimizer_trains_and_resumes(
+    tmp_path, shards, capsys, monkeypatch, make
+):
+    """An optimizer that refuses found_inf, and a KeyError where another one's state is resumed."""
+    old = GPT.configure_optimizers
+
+    def forked(model, weight_decay, lr, name):
+        p = list(model.parameters())
+        return [make([{"params": p[:2]}, {"params": p[2:]}], lr)]
+
+    monkeypatch.setattr(GPT, "configure_optimizers", forked)
+    flags = ["--max_steps", 6, "--save_every", 3]
+    unbroken = train(tmp_path / "log", shards, *flags)
+    (tmp_path / "log/model_00006.pt").unlink()
+    assert train(tmp_path / "log", shards, *flags, "--resume") == unbroken
+    monkeypatch.setattr(GPT, "configure_optimizers", old)
+    where = ["--data_dir", shards, "--log_dir", tmp_path / "log", *FLAGS, "--max_steps", 9]
+    status = run_main(*where, "--resume")
+    is_adamw = isinstance(make([torch.zeros(1, requires_grad=True)], 1.0), torch.optim.AdamW)
+    assert status == (0 if is_adamw else 2)
+    if not is_adamw:
+        assert "the checkpoint is of another optimizer: it holds '" in capsys.readouterr().err
+    one = lambda model, decay, lr, name: [make(model.parameters(), lr)]  # noqa: E731
+    monkeypatch.setattr(GPT, "configure_optimizers", one)
+    assert run_main(*where, "--resume") == 2
+    assert "its parameters are in 2 groups, this code's in 1" in capsys.readouterr().err
+
+
 def test_muon_sets_its_own_defaults_and_flags_override_them(tmp_path, shards):
     """One flag that needs ten others, or that overrides what was given."""
     train(tmp_path / "a", shards, *MUON)
