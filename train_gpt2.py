@@ -829,18 +829,14 @@ class State:
         saved = checkpoint["optimizer"]
         if saved:  # empty before the first update
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-            other = "the checkpoint is of another optimizer"
-            count = len(saved["param_groups"])
-            found = f"its parameters are in {count} groups, this code's in {len(groups)}"
-            require(count == len(groups), f"{other}: {found}")
-            for old, group in zip(saved["param_groups"], groups, strict=True):
-                # The code and the flags decide these, for example betas and weight_decay
-                old |= {name: value for name, value in group.items() if name != "params"}
             try:
+                for old, group in zip(saved["param_groups"], groups, strict=True):
+                    # The code and the flags decide these, for example betas and weight_decay
+                    old |= {name: value for name, value in group.items() if name != "params"}
                 dcp.set_optimizer_state_dict(self.model, self.optimizers, saved, options=FULL)
-            except KeyError as error:
-                found = f"it holds {error}, which this code's optimizer does not have"
-                raise UserError(f"{other}: {found}") from error
+            except (KeyError, ValueError) as error:  # in a fork with another one
+                found = "its optimizer's state does not fit this code's optimizer"
+                raise UserError(f"the checkpoint cannot be resumed: {found}: {error!r}") from error
 
 
 def make_state(model: GPT, args: Namespace, run: Run) -> State:
@@ -887,9 +883,8 @@ def save_checkpoint(state: State, args: Namespace, run: Run, **rest) -> None:
             with atomic_write(path) as file:
                 torch.save(checkpoint, file)
             print0(f"saved {path}")
-        except OSError as error:
-            problem = str(error)
-        except RuntimeError as error:  # torch.save hides the reason, such as a full disk
+        except (OSError, RuntimeError) as error:
+            # torch.save hides the reason, such as a full disk, behind a RuntimeError
             problem = f"{path} cannot be written: {error.__context__ or error}"
     # Everybody waits for the file: when one process has ended, torchrun soon kills the others
     problem = max(run.gather(problem))
@@ -1297,8 +1292,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     signals = catch_signals()  # empty until one arrives
 
     def is_interrupted(batch: int = 0) -> bool:
-        """Return whether any process has received a signal. In an evaluation, the processes talk
-        to each other in every eighth batch only: a GPU would wait for the answer."""
+        """Return whether any process has received a signal. On a GPU, an evaluation asks this in
+        every eighth batch only, because the GPU idles until Python has the answer."""
         is_asked = batch % 8 == 0 or run.device.type == "cpu"
         return is_asked and not run.agree(not signals)
 
@@ -1392,8 +1387,8 @@ def train(args: Namespace, config: GPTConfig, source: dict, checkpoint: dict, ru
     require(not problem or state.step > start, problem)  # without an update, nothing to save
     # A signal during an evaluation has promised a save, too
     must_stop = must_stop or is_interrupted()
-    is_new = state.step > start or not checkpoint  # otherwise it is on the disk already
-    if (must_stop or problem) and is_new:
+    is_saved = bool(checkpoint) and state.step == start  # it is what was resumed
+    if (must_stop or problem) and not is_saved:
         save_checkpoint(state, args, run, **data, val_loss=val_loss)
     if problem:
         return report(problem, 1)
