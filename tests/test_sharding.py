@@ -62,7 +62,7 @@ def test_a_fork_with_buffers_shards_and_resumes(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "processes, stream, last", [(1, "val", 3), (1, "hella", 1), (2, "val", 1), (2, "val", -1)]
+    "processes, stream, last", [(1, "val", 3), (1, "val", -1), (1, "hella", 1), (2, "val", 1)]
 )
 def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tmp_path, processes, stream, last):
     """A validation of minutes, and a scheduler that kills after 30 seconds what it asked to stop."""
