@@ -1,334 +1,200 @@
-"""HellaSwag: the numbers of the two conventions, however the work is shared, cached and cut."""
+"""HellaSwag: the same choices as one row at a time, however rows are cut, sorted and shared."""
 
-import http.server
+import hashlib
+import io
 import json
 import lzma
+import multiprocessing
+import random
+import re
 import subprocess
 import sys
-import threading
+from http.client import IncompleteRead
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
+import tiktoken
 import torch
-from conftest import DATA, FLAGS, ROOT, read_log, run_main, save_model, write_shards
+import torch.distributed as dist
+from conftest import DATA, ROOT
 from torch.nn import functional as F
 
 import hellaswag
-from fineweb import get_tokenizer
-from hellaswag import CONVENTIONS, iterate_examples, render_rows, score
-from train_gpt2 import GPT, GPTConfig
 
-CPU = torch.device("cpu")
-SHARED = DATA / "hellaswag_val.jsonl.xz"
-BYTES = (257, "bytes", 256)
-
-# in the original file's format, with all that the harness cleans away
-RAW = [
-    {
-        "activity_label": "Food and Entertaining",
-        "ctx_a": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. ",
-        "ctx_b": "the cook",
-        "ctx": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. the cook",
-        "endings": [
-            "waits.",
-            "[substeps] sings a song.",
-            " walks  away [title] for good.",
-            "eats it",
-        ],
-        "label": 0,
-    },
-    {
-        "activity_label": "Canoeing",
-        "ctx_a": "Two people sit in a canoe.",
-        "ctx_b": "",
-        "ctx": "Two people sit in a canoe.",
-        "endings": ["They paddle.", "It sinks at once.", "A dog drives a car.", "They fly."],
-        "label": "0",
-    },
-    {
-        "activity_label": "Jump",
-        "ctx_a": "A man stands on a beam.",
-        "ctx_b": "he",
-        "ctx": "A man stands on a beam. he",
-        "endings": ["'s off.", "ads jump", "jumps off the beam and lands.", "the"],
-        "label": 2,
-    },
-]
-# what the harness's hellaswag task (lm_eval, process_docs and _encode_pair) makes of them
-HARNESS = [
-    "Food and Entertaining: How to boil an egg. Take a pot. Fill it with water. The cook",
-    "Canoeing: Two people sit in a canoe.",
-    "Jump: A man stands on a beam. He",
-]
-HARNESS_ENDINGS = ["waits.", " sings a song.", "walks away. for good.", "eats it"]
-
-
-def write_examples(path, examples=RAW):
-    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
-    return path
-
-
-def make_model(vocabulary=BYTES, block_size=1024) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(2, 2, 32, block_size, *vocabulary))
-    for p in model.parameters():  # far from uniform: endings then differ by more than rounding
-        p.data += 0.2 * torch.randn_like(p)
-    return model
-
-
-@torch.no_grad()
-def score_plainly(model, path, convention) -> tuple[int, int, int]:
-    """Score one row at a time, the whole of it through the model: n, acc, acc_norm."""
-    tokenizer, n, acc, acc_norm = get_tokenizer(model.config.tokenizer), 0, 0, 0
-    for example in iterate_examples(path):
-        sums, means = [], []
-        for row in render_rows(example, tokenizer, convention):
-            tokens = torch.tensor([row.tokens[-(model.config.block_size + 1) :]])
-            losses = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
-            losses = losses[-(len(row.tokens) - row.start) :].double()
-            sums.append(losses.sum().item())
-            means.append(losses.mean() if convention == "build-nanogpt" else sums[-1] / row.length)
-        n += 1
-        acc += int(np.argmin(sums) == int(example["label"]))
-        acc_norm += int(np.argmin(means) == int(example["label"]))
-    return n, acc, acc_norm
-
-
-def counts(result) -> tuple[int, int, int]:
-    return result.n, result.acc, result.acc_norm
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """Return the first 24 examples of the shared data, decompressed."""
-    if not SHARED.exists():
-        pytest.skip(f"needs {SHARED.name} of the shared test data")
-    path = tmp_path_factory.mktemp("hellaswag") / "val.jsonl"
-    with lzma.open(SHARED, "rt") as file:
-        path.write_text("".join(line for line, _ in zip(file, range(24), strict=False)))
-    return path
-
-
-@pytest.mark.parametrize("convention", CONVENTIONS)
-def test_counts_are_those_of_one_row_at_a_time(shared, convention, monkeypatch):
-    """A context shared by rows that differ in it, a mask off by one, padding that counts."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
-    model = make_model((50257, "gpt2", 50256))
-    assert counts(score(model, shared, convention, CPU)) == score_plainly(model, shared, convention)
-
-
-@pytest.mark.parametrize("convention", CONVENTIONS)
-@pytest.mark.parametrize("block_size", [1024, 90, 24, 6])
-def test_an_example_too_long_is_cut_from_the_left(shared, convention, block_size, tmp_path):
-    """Rows of one example cut to different beginnings; an ending that loses its end, or whose mean
-    is divided by tokens that were cut off, so that the longest ending wins."""
-    model = make_model(block_size=block_size)
-    lines = shared.read_text().splitlines(keepends=True)
-    path = write_examples(tmp_path / "some.jsonl")
-    path.write_text(path.read_text() + "".join(lines))
-    assert counts(score(model, path, convention, CPU)) == score_plainly(model, path, convention)
-
-
-def test_the_harness_convention_cleans_and_splits_as_the_harness_does():
-    """Marks of the WikiHow articles in the text, a lower-case ctx_b, lengths of what was removed."""
-    tokenizer = get_tokenizer("bytes")
-    for example, context in zip(RAW, HARNESS, strict=True):
-        for row, ending in zip(render_rows(example, tokenizer, "harness"), range(4), strict=True):
-            assert tokenizer.decode(row.tokens[: row.start]) == context
-            if example is RAW[0]:
-                assert tokenizer.decode(row.tokens[row.start :]) == " " + HARNESS_ENDINGS[ending]
-                assert row.length == len(HARNESS_ENDINGS[ending])
-    assert [row.start for row in render_rows(RAW[1], tokenizer, "harness")] == [len(HARNESS[1])] * 4
-
-
-def test_build_nanogpts_convention_leaves_the_text_alone():
-    """Its published numbers are of the raw context, and of tokens, not characters."""
-    tokenizer = get_tokenizer("bytes")
-    for example in RAW:
-        for row, ending in zip(
-            render_rows(example, tokenizer, "build-nanogpt"), example["endings"], strict=True
-        ):
-            assert tokenizer.decode(row.tokens) == f"{example['ctx']} {ending}"
-            assert row.length == len(row.tokens) - row.start == len(f" {ending}".encode())
-
-
-def test_the_names_that_people_import_mean_what_they_did(tmp_path):
-    """A notebook written for build-nanogpt that no longer runs."""
-    model, path = make_model(), write_examples(tmp_path / "raw.jsonl")
-    right = 0
-    for example in hellaswag.iterate_examples(path):
-        data, tokens, mask, label = hellaswag.render_example(example, get_tokenizer("bytes"))
-        assert tokens.shape == mask.shape and len(tokens) == 4 and data["label"] == label
-        assert mask.sum(1).tolist() == [len(ending) for ending in data["ending_tokens"]]
-        right += hellaswag.get_most_likely_row(tokens, mask, model(tokens)) == label
-    assert right == score(model, path, "build-nanogpt", CPU).acc_norm
-
-
-@pytest.mark.parametrize("n", [7, 24])
-def test_two_processes_count_what_one_does(shared, n, tmp_path):
-    """A share lost or counted twice where examples do not divide by the processes."""
-    path = tmp_path / "some.jsonl"
-    path.write_text("".join(shared.read_text().splitlines(keepends=True)[:n]))
-    model = make_model()
-    save_model(model, tmp_path / "model.pt")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = ["-m", str(tmp_path / "model.pt"), "--device", "cpu", "--data", str(path)]
-    out = subprocess.run(
-        [*launcher, "hellaswag.py", *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    expected = [str(score(model, path, convention, CPU)) for convention in CONVENTIONS]
-    assert out.stdout.splitlines()[-2:] == expected, out.stderr
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """Serve what a test puts into the list: (status, announced length, body)."""
-    answer = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            status, length, body = answer[0]
-            self.send_response(status)
-            self.send_header("Content-Length", str(length))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args):
-            """Say nothing."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
-        monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{httpd.server_port}/val.jsonl")
-        monkeypatch.setattr(hellaswag, "FILE", tmp_path / "hellaswag" / "val.jsonl")
-        yield answer
-        httpd.shutdown()
-
-
-@pytest.mark.parametrize("answer, message", [
-    ((404, 9, b"not found"), "404"),
-    ((200, 500, b"half of it"), "cannot be downloaded"),
-    ((200, 10, b"<html>hi\n\n"), "is not HellaSwag"),
-])  # fmt: skip
-def test_a_download_that_is_not_the_file_is_refused_and_leaves_nothing(server, answer, message):
-    """An error page kept for ever, a truncated file scored as fewer examples."""
-    server.append(answer)
-    with pytest.raises(ConnectionError, match=message) as error:
-        hellaswag.fetch()
-    assert str(hellaswag.FILE) in str(error.value), "it says where to put the file"
-    assert not hellaswag.FILE.exists()
-
-
-def test_a_download_that_is_the_file_is_kept(server, monkeypatch):
-    """A file fetched again for every evaluation."""
-    body = b'{"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}\n'
-    monkeypatch.setattr(hellaswag, "SHA256", hellaswag.hashlib.sha256(body).hexdigest())
-    server.append((200, len(body), body))
-    assert hellaswag.fetch().read_bytes() == body
-    server[0] = (404, 0, b"")
-    assert hellaswag.fetch() == hellaswag.FILE
-    assert [path.name for path in hellaswag.FILE.parent.iterdir()] == ["val.jsonl"]
-
-
-def run_cli(*argv) -> int:
-    with pytest.raises(SystemExit) as exit_info:
-        hellaswag.main([str(arg) for arg in argv])
-    return exit_info.value.code
-
-
-EXAMPLE = {"ctx": "a", "endings": ["b", "c", "d", "e"], "label": 1}
-HALVES = {"ctx_a": "a", "ctx_b": "b", "endings": ["b", "c", "d", "e"], "label": "1"}
-FILES = {  # content of a file: what is printed, the number of examples or the one line
-    json.dumps(EXAMPLE) + "\n\n \n": 1,  # blank lines at the end
-    json.dumps(EXAMPLE) + "\n" + json.dumps(HALVES): 2,  # ctx_a and ctx_b instead of ctx
-    "": "holds no examples",
-    "\n": "holds no examples",
-    '{"ctx": "a", "end': "line 1: not an example",
-    "{}": "line 1: not an example",
-    "[1]": "line 1: not an example",
-    "\n" + json.dumps(EXAMPLE | {"ctx": 5}): "line 2: expected a text ctx",
-    json.dumps(HALVES | {"ctx_a": 5}): "line 1: expected a text ctx",
-    json.dumps({"ctx_a": "a", "endings": ["b", "c", "d", "e"], "label": 1}): "KeyError('ctx_b')",
-    json.dumps(EXAMPLE | {"endings": "abcd"}): "line 1: expected a text ctx, 4 texts",
-    json.dumps(EXAMPLE | {"endings": ["b"]}): "line 1: expected a text ctx, 4 texts",
-    json.dumps(EXAMPLE | {"endings": ["", "c", "d", "e"]}): "line 1: expected a text ctx, 4 texts",
-    json.dumps(EXAMPLE | {"endings": ["b", "c", "d", 4]}): "line 1: expected a text ctx, 4 texts",
-    json.dumps(EXAMPLE | {"label": 4}): "a label from 0 to 3",
-    json.dumps(EXAMPLE | {"label": 1.5}): "a label from 0 to 3",
-    json.dumps(EXAMPLE | {"label": "x"}): "a label from 0 to 3",
-    json.dumps(EXAMPLE | {"ctx_b": "half"}): "KeyError('ctx_a')",
-    json.dumps(EXAMPLE | {"endings": ["[step]", "b", "c", "d"]}): "4 texts as endings",
-    "[" * 100_000: "RecursionError",
+CONVENTIONS = ("build-nanogpt", "harness")
+RANKS = {bytes([i]): i for i in range(256)}
+BYTES = tiktoken.Encoding("b", pat_str="(?s:.)", mergeable_ranks=RANKS, special_tokens={})
+EGG = {  # in the original file's format, with all that the harness cleans away
+    "activity_label": "Food",
+    "ctx_a": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. ",
+    "ctx_b": "the cook [step]",
+    "ctx": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. the cook",
+    "endings": ["waits.", "[substeps] sings.", " walks   away [title] for good.", "eats it"],
+    "label": 2,
 }
 
 
-@pytest.mark.parametrize("content", FILES, ids=lambda content: content[:60])
-def test_a_file_is_scored_or_refused_in_one_line(content, tmp_path, capsys):
-    """A JSON error without the place, an example counted as wrong, a division by zero."""
-    (tmp_path / "val.jsonl").write_text(content)
-    save_model(make_model(), tmp_path / "model.pt")
-    expected = FILES[content]
-    argv = ("-m", tmp_path / "model.pt", "--device", "cpu", "--data", tmp_path / "val.jsonl")
-    status = run_cli(*argv)
-    out, err = capsys.readouterr()
-    if isinstance(expected, int):
-        assert (status, err, out.count(f"/{expected} = ")) == (0, "", 4)
-    else:
-        assert status == 2 and err.count("\n") == 1 and f"{tmp_path}/val.jsonl" in err, err
-        assert expected in err and err.startswith("hellaswag.py: ")
+def make_examples(n: int) -> list[dict]:
+    """Return EGG and examples of random words; texts differ much in length."""
+    rng, examples = random.Random(1), [EGG]
+    for _ in range(n - 1):
+        words = (rng.choices(["a", "dog", "[step]"], k=rng.randint(1, 9)) for _ in range(8))
+        label, a, b, ctx, *endings = (" ".join(["it", *some]) for some in words)
+        example = {"activity_label": label, "ctx_a": a, "ctx_b": b, "ctx": ctx, "endings": endings}
+        examples.append(example | {"label": str(rng.randrange(4))})
+    return examples
 
 
-def test_halves_of_a_context_are_put_together(tmp_path):
-    """The original file has ctx_a, ctx_b and ctx, and some copies have only the halves."""
-    path = write_examples(tmp_path / "halves.jsonl", [HALVES, RAW[1] | {"ctx_b": ""}])
-    [first, second] = iterate_examples(path)
-    assert first["ctx"] == "a b" and second["ctx"] == RAW[1]["ctx"]
+def write(path, examples):
+    path.write_text("\n".join(map(json.dumps, examples)))
+    return path
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["-n", "0"], "--examples is 0, expected 1 to 1000000000"),
-    (["-n", "x"], "invalid int value: 'x'"),
-    (["--data", "nowhere"], "no HellaSwag file nowhere"),
-    (["--data", "{packed}"], "val.jsonl.xz, line 1: not an example"),
-])  # fmt: skip
-def test_bad_arguments_are_one_line(argv, message, tmp_path, capsys):
-    """A traceback, or a score of no examples at all."""
-    save_model(make_model(), tmp_path / "model.pt")
-    packed = tmp_path / "val.jsonl.xz"
-    packed.write_bytes(lzma.compress(json.dumps(EXAMPLE).encode()))
-    argv = [word.format(packed=packed) for word in argv]
-    assert run_cli("-m", tmp_path / "model.pt", "--device", "cpu", *argv) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err, err
+def logits(x: torch.Tensor) -> torch.Tensor:
+    """A causal model: the logits at a position depend on all tokens so far and on the position."""
+    tokens, positions = torch.randn(2, 1024, 8, generator=torch.Generator().manual_seed(0))
+    seen = tokens[x].cumsum(1) / torch.arange(1, x.shape[1] + 1).view(-1, 1) ** 0.5
+    return (seen + tokens[x] + positions[: x.shape[1]]) @ tokens[:256].T / 2
 
 
-def test_without_data_the_first_of_two_processes_says_so(tmp_path):
-    """The second one waited for the first, and ended with a traceback about a closed connection."""
-    save_model(make_model(), tmp_path / "model.pt")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    flags = ["-m", str(tmp_path / "model.pt"), "--device", "cpu", "--data", str(tmp_path / "none")]
-    done = subprocess.run(
-        [*launcher, "hellaswag.py", *flags], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode != 0
-    assert done.stderr.count("hellaswag.py: there is no HellaSwag file") == 1, done.stderr
-    assert "[rank1]" not in done.stderr and "Connection closed" not in done.stderr
+def losses(x, y):
+    return hellaswag.token_losses(logits(x), y)
 
 
-def test_training_logs_hella_and_is_not_changed_by_it(tmp_path, monkeypatch, capsys):
-    """An evaluation that moves the data cursor or the random numbers; one without a network that ends the run."""
-    data = write_shards(tmp_path / "data")
-    monkeypatch.setattr(hellaswag, "FILE", write_examples(tmp_path / "raw.jsonl"))
-    where = ["--data_dir", data, *FLAGS, "--max_steps", 4]
-    assert run_main(*where, "--log_dir", tmp_path / "a", "--hellaswag_every", 2) == 0
-    log = read_log(tmp_path / "a")
-    assert list(log["hella"]) == [0, 2, 4], "the last update's too"
-    assert all(share in (0, 0.3333, 0.6667, 1) for share in log["hella"].values())
-    assert run_main(*where, "--log_dir", tmp_path / "b", "--hellaswag_every", 0) == 0
-    assert read_log(tmp_path / "b")["train"] == log["train"]
-    monkeypatch.setattr(hellaswag, "FILE", tmp_path / "nowhere" / "val.jsonl")
-    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/val.jsonl")
-    capsys.readouterr()
-    assert run_main(*where, "--log_dir", tmp_path / "c", "--hellaswag_every", 1) == 0
-    out = capsys.readouterr().out
-    assert out.count("HellaSwag is skipped") == 1 and str(hellaswag.FILE) in out
-    assert read_log(tmp_path / "c")["train"] == log["train"]
+def choose_plainly(example, convention, block_size):
+    """Return the choices of acc and acc_norm, one row at a time, the whole of it predicted."""
+    data, *_ = hellaswag.render_example(example, BYTES, convention)
+    sums, means = [], []
+    for rest, characters in zip(data["ending_tokens"], data["characters"], strict=True):
+        row = torch.tensor([(data["ctx_tokens"] + rest)[-(block_size + 1) :]])
+        each = F.cross_entropy(logits(row[:, :-1])[0], row[0, 1:], reduction="none")[-len(rest) :]
+        sums.append(float(each.sum()))
+        means.append(sums[-1] / (characters if convention == "harness" else len(each)))
+    return sums.index(min(sums)), means.index(min(means))
+
+
+@pytest.mark.parametrize("block_size", [1024, 60, 9])
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_choices_are_those_of_one_row_at_a_time(convention, block_size, tmp_path):
+    """The counts are right where every label is what one of the measures must choose."""
+    examples = make_examples(60)
+    choices = [choose_plainly(example, convention, block_size) for example in examples]
+    agree = sum(acc == norm for acc, norm in choices)
+    for measure, counts in enumerate([(60, 60, agree), (60, agree, 60)]):
+        right = [e | {"label": c[measure]} for e, c in zip(examples, choices, strict=True)]
+        path = write(tmp_path / f"{measure}.jsonl", right)
+        score = hellaswag.score(losses, path, BYTES, block_size, "cpu", convention)
+        assert (score.n, score.acc, score.acc_norm) == counts
+    whole = [[choose_plainly(e, c, 1024) for e in examples] for c in CONVENTIONS]
+    assert agree < 55 and whole[0] != whole[1] and (block_size == 1024 or choices not in whole)
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention, monkeypatch):
+    """The harness cleans texts and encodes the whole at once; tokens in two parts are the same."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
+    gpt2 = tiktoken.get_encoding("gpt2")
+    context, endings = EGG["ctx"], [f" {ending}" for ending in EGG["endings"]]
+    if convention == "harness":  # no marks; one at the end of the context leaves a space
+        context = "Food: How to boil an egg. Take a pot. Fill it with water. The cook"
+        endings = ["  waits.", "   sings.", "  walks  away. for good.", "  eats it"]
+    with lzma.open(DATA / "hellaswag_val.jsonl.xz", "rt") as file:
+        examples = [EGG, *(json.loads(file.readline()) for _ in range(50))]
+    for example in examples:
+        data, tokens, mask, _ = hellaswag.render_example(example, convention=convention)
+        for i, ending in enumerate(data["ending_tokens"]):
+            row = data["ctx_tokens"] + ending
+            assert tokens[i, : len(row)].tolist() == row == gpt2.encode(gpt2.decode(row))
+            assert mask[i].nonzero().flatten().tolist() == list(range(len(row)))[-len(ending) :]
+            if example is EGG:
+                assert (gpt2.decode(row), gpt2.decode(ending)) == (context + endings[i], endings[i])
+                assert data["characters"][i] == len(endings[i]) - 1 - (convention == "harness")
+
+
+def test_losses_are_float32_and_a_mask_is_exact():
+    """A difference of 0.01 in bfloat16 logits decides, and only where mask is 1."""
+    rows = torch.zeros(4, 5, 256, dtype=torch.bfloat16)
+    rows[2, 1:3, 7] = 0.01  # positions 1 and 2 predict tokens 2 and 3
+    rows[3, [0, 3, 4], 7] = 5
+    assert len(F.log_softmax(rows, dim=-1)[:, 1:3, 7].unique()) == 1, "in bfloat16 this is a tie"
+    tokens, mask = torch.tensor([[[7] * 5] * 4, [[0, 0, 1, 1, 0]] * 4])
+    assert hellaswag.get_most_likely_row(tokens, mask, rows) == 2
+
+
+def run_rank(rank, path, queue):
+    dist.init_process_group("gloo", f"file://{path}.store", rank=rank, world_size=2)
+    model = Mock(side_effect=losses)  # counts its calls
+    score = hellaswag.score(model, path, BYTES, 1024, "cpu", rank=rank, world_size=2)
+    queue.put((score, model.call_count))
+    dist.destroy_process_group()
+
+
+def test_two_processes_and_get_most_likely_row_count_what_one_process_does(tmp_path, monkeypatch):
+    """Both know all counts and compute equally many of the odd number of batches, from memory."""
+    monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", 420)
+    path = write(tmp_path / "val.jsonl", make_examples(44))
+    one = hellaswag.score(losses, path, BYTES, 1024, "cpu")
+    right = 0
+    for example in hellaswag.iterate_examples(path):
+        _, tokens, mask, label = hellaswag.render_example(example, BYTES)
+        right += hellaswag.get_most_likely_row(tokens, mask, logits(tokens)) == label
+    assert right == one.acc_norm
+    batches, _, _ = hellaswag.load(path, BYTES, "build-nanogpt", 1024, None, 420)
+    assert len(batches) % 2 == 1 and one.acc != one.acc_norm
+    path.unlink()
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    for rank in range(2):
+        context.Process(target=run_rank, args=(rank, path, queue), daemon=True).start()
+    assert [queue.get(timeout=60) for _ in range(2)] == [(one, len(batches) // 2 + 1)] * 2
+
+
+@pytest.mark.parametrize("wrong", [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2)])
+def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch):
+    """Anything else is one line that says where to save the file, and leaves nothing behind."""
+    answers = Mock(side_effect=[wrong, io.BytesIO(b"{}")])  # an exception is raised
+    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", answers)
+    monkeypatch.setattr(hellaswag, "FILE", tmp_path / "new" / "val.jsonl")
+    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(b"{}").hexdigest())
+    with pytest.raises(ConnectionError, match=f"^[^\n]* as {hellaswag.FILE}$"):
+        hellaswag.fetch()
+    assert not list(tmp_path.glob("new/*"))
+    assert list(hellaswag.iterate_examples("val")) == [{}] == list(hellaswag.iterate_examples())
+
+
+LINE = json.dumps(EGG)
+BAD = {"": "no examples", LINE + '\n{"ctx': "example 2", "{}": "KeyError", "\x80": "Unicode"}
+BAD |= {LINE.replace('"label": 2', '"label": 4'): "0 to 3", LINE.replace('"waits.", ', ""): "4 end"}
+
+
+@pytest.mark.parametrize("text", BAD, ids=BAD.get)
+def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
+    """The line names the file and the first example that does not render."""
+    path = tmp_path / "val.jsonl"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(hellaswag.UserError, match=f"^{path}.*{re.escape(BAD[text])}[^\n]*$"):
+        hellaswag.score(losses, path, BYTES, 1024, "cpu")
+
+
+@pytest.mark.slow
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """One process and two print the same two lines; a mistake is one line and status 2."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "val.jsonl", make_examples(9))
+    for size in (50257, 50256):
+        config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
+        GPT2LMHeadModel(config).save_pretrained(str(size))
+    flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
+    hellaswag.main(flags)
+    one = capsys.readouterr().out
+    assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
+    for mistake in ("-m 50256", "-n x", "-n 0", "-d tpu", "--data nowhere"):
+        with pytest.raises(SystemExit, match="2"):
+            hellaswag.main([*flags, *mistake.split()])
+        assert mistake.split()[1] in capsys.readouterr().err.splitlines()[-1]
