@@ -1,12 +1,11 @@
-"""What the tests share: the data folder, tiny shards, and a way to run the trainer in-process."""
+"""What the tests share: the data folder, tiny shards, and one way to start a tiny run."""
 
 import functools
+import itertools
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,32 +14,34 @@ from pathlib import Path
 # Before torch is imported: tiny tensors gain nothing from a second thread, and where cores are few
 # the threads of several processes wait for each other, which made some tests 50 times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
 
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 import train_gpt2
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
 ROOT = Path(__file__).resolve().parent.parent
 DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data"))
 
 # 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
 TINY = (2, 2, 32, 16, 1e-2)
+# The flags of a tiny run. A test adds its own, which come later and count
 FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
 FLAGS += ["--hellaswag_every", "0", "--sample_every", "0", "--max_new_tokens", "8"]
 
 
 @pytest.fixture(autouse=True)
 def tiny_model(monkeypatch):
-    """Add the size `test` to the table for the length of a test, and keep its arithmetic simple."""
+    """Add the size `test` to the table for the length of a test, and compute deterministically."""
     monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
     torch.use_deterministic_algorithms(True)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     torch.use_deterministic_algorithms(False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # training keeps the signals it took
+    for number, handler in handlers.items():  # a run in this process has set its own
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -57,63 +58,101 @@ def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
     for i, size in enumerate((val, *sizes)):
         text = b"".join(words[j] for j in rng.randint(0, len(words), size))[:size]
         split = "val" if i == 0 else "train"
-        np.save(
-            folder / f"test_{split}_{i:06d}.npy", np.frombuffer(text, np.uint8).astype(np.uint16)
-        )
+        tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
+        np.save(folder / f"test_{split}_{i:06d}.npy", tokens)
     (folder / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}')
     return folder
 
 
-def run_main(*argv) -> int:
-    """Run the command line in this process and return its exit status."""
+def make_run(rank=0, world_size=1, **changes) -> train_gpt2.Run:
+    """Return a Run of one or many processes on the CPU, but for the changes."""
+    cpu = {"device": torch.device("cpu"), "device_name": "cpu", "dtype": "float32"}
+    cpu |= {"compile": False, "rank": rank, "world_size": world_size}
+    return train_gpt2.Run(**(cpu | changes))
+
+
+def break_losses(monkeypatch, change) -> None:
+    """Let change(n, losses) take the place of the losses of training batch n."""
+    forward, calls = train_gpt2.GPT.forward, itertools.count()
+
+    def broken(self, *args):
+        losses = forward(self, *args)
+        return change(next(calls), losses) if self.training else losses
+
+    monkeypatch.setattr(train_gpt2.GPT, "forward", broken)
+
+
+def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
+    """Make a tiny run in processes of its own, and return status, stdout and stderr. If one of them
+    fails, the others are ended, as torchrun does it. `patch` is Python code that each runs before
+    it starts to train: it sees train_gpt2, torch, os, signal and `rank`, and can break anything."""
+    flags = [str(flag) for flag in [*FLAGS, *flags]]
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(processes):
+            env = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            args = (flags, patch, env, folder, rank)
+            started.append(warm_server().Process(target=run_rank, args=args))
+            started[-1].start()
+        deadline = time.monotonic() + seconds
+        failed, is_alive = [], True  # failed: the statuses other than 0
+        while not failed and is_alive and time.monotonic() < deadline:
+            time.sleep(0.01)
+            is_alive = any(process.is_alive() for process in started)
+            failed = [process.exitcode for process in started if process.exitcode]
+        for process in started:
+            process.terminate()
+            process.join(10)
+            process.kill()
+        paths = {stream: sorted(Path(folder).glob(f"{stream}*")) for stream in ("out", "err")}
+        out, err = ("".join(path.read_text() for path in paths[stream]) for stream in paths)
+    assert failed or not is_alive, f"it hangs: {out} {err}"
+    return min(failed, default=0), out, err
+
+
+def main(*flags) -> int:
+    """Make a tiny run in this process, and return its status."""
     with pytest.raises(SystemExit) as exit_info:
-        train_gpt2.main([str(arg) for arg in argv])
-    return exit_info.value.code
+        train_gpt2.main([str(flag) for flag in [*FLAGS, *flags]])
+    return exit_info.value.code or 0
 
 
 def read_log(log_dir) -> dict[str, dict[int, float]]:
     """Return log.txt as {stream: {step: value}}, times left out: they differ between runs."""
     streams: dict[str, dict[int, float]] = {}
-    for line in (Path(log_dir) / "log.txt").read_text().splitlines():
+    for line in Path(log_dir, "log.txt").read_text().splitlines():
         step, stream, value = line.split()
         if stream != "dt":
             streams.setdefault(stream, {})[int(step)] = float(value)
     return streams
 
 
-def save_model(model: train_gpt2.GPT, path: Path) -> None:
-    """Save a model as a checkpoint without optimizer state, which --init_from takes."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    args = {"model": "test", "seq_len": model.config.block_size}
-    torch.save({"model": weights, "config": vars(model.config), "args": args}, path)
+def steps(log_dir) -> list[int]:
+    """Return the steps of the checkpoints in log_dir."""
+    return [int(path.stem[6:]) for path in train_gpt2.list_checkpoints(log_dir)]
 
 
-def make_run(rank=0, world_size=1) -> train_gpt2.Run:
-    """Return a process of a run on the CPU, without starting the other processes."""
-    return train_gpt2.Run(torch.device("cpu"), "float32", False, rank, world_size)
+def load(log_dir, step: int) -> dict:
+    """Return a checkpoint."""
+    return torch.load(Path(log_dir, f"model_{step:05d}.pt"), weights_only=True)
 
 
-def break_loss(change, active=True) -> None:
-    """Pass what torch's cross entropy returns through change(n, loss), n counting training calls."""
-    right, calls = F.cross_entropy, iter(range(10**9))
-
-    def cross_entropy(*args, **kwargs):
-        loss = right(*args, **kwargs)
-        return change(next(calls), loss) if active and torch.is_grad_enabled() else loss
-
-    F.cross_entropy = cross_entropy
+def contents(folder) -> dict[str, bytes]:
+    """Return what is in the files of a folder."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def start_script(argv, processes=1, launcher=None, **broken) -> subprocess.Popen:
-    """Start the trainer with the size `test`, alone or under torchrun; broken: see run_tiny.py."""
-    script = [str(Path(__file__).parent / "run_tiny.py"), *(str(arg) for arg in argv)]
-    if processes > 1:
-        launcher = ["--standalone", f"--nproc_per_node={processes}"]
-    torchrun = ["-m", "torch.distributed.run", *launcher] if launcher else []
-    command = [sys.executable, *torchrun, *script]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **broken}
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True,
-                            stderr=subprocess.PIPE)  # fmt: skip
+def leaves(value, name="") -> dict:
+    """Return all that a checkpoint holds, {path: value}, tensors as (dtype, shape, bits)."""
+    if isinstance(value, torch.Tensor):
+        return {name: (value.dtype, tuple(value.shape), value.numpy().tobytes())}
+    if not isinstance(value, dict | list | tuple):
+        return {name: value}
+    found = {}
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        found |= leaves(item, f"{name}/{key}")
+    return found
 
 
 @functools.cache
@@ -126,57 +165,19 @@ def warm_server() -> multiprocessing.context.ForkServerContext:
     return server
 
 
-def run_rank(argv, env: dict[str, str], out: Path, err: Path) -> None:
-    """Run the trainer in this new process, with its output in two files."""
-    for descriptor, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+def run_rank(flags, patch, env: dict[str, str], folder: str, rank: int) -> None:
+    """Train in this new process, with its output in two files."""
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(folder, f"{stream}{rank}"), os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(env)
-    sys.argv = ["run_tiny.py", *argv]
+    train_gpt2.SIZES["test"] = TINY
+    torch.use_deterministic_algorithms(True)
+    known = {"train_gpt2": train_gpt2, "torch": torch, "os": os, "signal": signal, "rank": rank}
+    exec(patch, known)
     try:
-        runpy.run_path(str(ROOT / "tests/run_tiny.py"), run_name="__main__")
+        train_gpt2.main(flags)
     finally:
         sys.stdout.flush()
-
-
-def start_warm(folder: Path, argv, processes=1, **broken) -> list:
-    """Start what start_script does, sooner and without torchrun. The output goes to out and err
-    with the rank behind it, in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    group = {}
-    if processes > 1:
-        group = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-        group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    started = []
-    for rank in range(processes):
-        env = broken | group | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if group else {})
-        files = (folder / f"out{rank}", folder / f"err{rank}")
-        args = ([str(arg) for arg in argv], env, *files)
-        process = warm_server().Process(target=run_rank, args=args)
-        process.start()
-        started.append(process)
-    return started
-
-
-def run_script(argv, processes=1, **broken) -> tuple[int, str, str]:
-    """Run the trainer and return status, stdout and stderr. If one of several processes fails, the
-    others are ended and the status is 1, as torchrun does it."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        started = start_warm(folder, argv, processes, **broken)
-        deadline = time.monotonic() + 120
-        while any(process.is_alive() for process in started):
-            failed = any(process.exitcode not in (0, None) for process in started)
-            for process in started:
-                if failed or time.monotonic() > deadline:
-                    process.terminate()
-            time.sleep(0.02)
-        assert time.monotonic() < deadline, "it hangs"
-        status = max((process.exitcode for process in started), key=abs)
-        texts = [
-            "".join((folder / f"{stream}{rank}").read_text() for rank in range(processes))
-            for stream in ("out", "err")
-        ]
-    return (1 if status and processes > 1 else status), *texts
 
 
 def free_port() -> str:

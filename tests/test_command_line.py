@@ -1,253 +1,229 @@
-"""The command line: one clear line and status 2 for what a user can put right, and true help."""
+"""The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from conftest import FLAGS, ROOT, make_run, run_main, run_script, write_shards
+from conftest import DATA, ROOT, load, main, make_run, read_log
+from torch import nn
 
 import train_gpt2
-from fineweb import UserError
+from train_gpt2 import FLAGS, QUICKSTART, RECIPES, GPTConfig, UserError, decide_args
 
 
-def bad_token(folder):
-    for path in folder.glob("*train*"):
-        tokens = np.load(path)
-        tokens[:] = 300
-        np.save(path, tokens)
+def defaults(**given) -> Namespace:
+    return decide_args({"device": "cpu"} | given, {})
 
 
-def empty(folder):
-    for path in folder.iterdir():
-        path.unlink()
-
-
-def truncate(folder):
-    path = folder / "test_train_000001.npy"
-    path.write_bytes(path.read_bytes()[:300])
-
-
-def wrong_magic(folder):
-    header = np.zeros(256, np.int32)
-    header[0] = 1
-    (folder / "test_train_000009.bin").write_bytes(header.tobytes())
-
-
-def no_val(folder):
-    (folder / "test_val_000000.npy").unlink()
-
-
-def bad_meta(folder):
-    (folder / "meta.json").write_text("{")
-
-
-def used_log_dir(folder):
-    (folder.parent / "log").mkdir()
-    (folder.parent / "log/log.txt").write_text("0 train 5.0\n")
-
-
-CHECKPOINT = "trained"  # a folder that the test makes
-
+NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 BAD = {
-    "no data folder": (None, ["--data_dir", "nowhere"], "nowhere.*python fineweb.py.*--quickstart"),
-    "empty folder": (empty, [], "no train shards.*python fineweb.py.*--quickstart"),
-    "no val shards": (no_val, [], "no val shards"),
-    "truncated .npy": (truncate, [], "test_train_000001.npy cannot be read"),
-    "wrong magic": (wrong_magic, [], r"test_train_000009.bin .*\[1, 0, 0\], .*\[20240520, 1"),
-    "token beyond the vocabulary": (bad_token, ["--max_steps", 9], "test_train_00000.\\.npy is damaged"),
-    "broken meta.json": (bad_meta, [], "meta.json"),
-    "indivisible batch": (None, ["--batch_size", 3], "batch_size 3 .*16 sequences"),
-    "batch of no whole sequences": (None, ["--total_batch_size", 100], "100 .*multiple of seq_len 16 x 1 proc"),
-    "unknown model": (None, ["--model", "d13"], "d13 .*d12"),
-    "OpenAI's model": (None, ["--model", "gpt2"], "gpt2 .*--init_from gpt2"),
-    "T longer than the model's": (None, ["--seq_len", 17], "17 .*context, 16"),
-    "used log_dir": (used_log_dir, [], "--resume .*--overwrite"),
-    "both of them": (None, ["--resume", "--overwrite"], "not both"),
-    "warmup longer than the run": (None, ["--max_steps", 5, "--warmup_steps", 6], "warmup_steps 6 .*5"),
-    "unknown flag": (None, ["--batchsize", 3], "batchsize"),
-    "unknown schedule": (None, ["--schedule", "cosin"], "cosin"),
-    "no number": (None, ["--batch_size", "many"], "batch_size: .*many"),
-    "zero": (None, ["--seq_len", 0], "seq_len is 0"),
-    "negative": (None, ["--max_steps", -1], "max_steps is -1"),
-    "steps and epochs": (None, ["--max_steps", 1, "--epochs", 1], "--epochs: not allowed with argument --max_steps"),
-    "no such checkpoint": (None, ["--init_from", "nowhere.pt"], "nowhere.pt is neither a checkpoint.*gpt2-xl"),
-    "no checkpoint at all": (None, ["--init_from", __file__], "not a checkpoint, or only a part"),
-    "a folder of none": (None, ["--init_from", "data"], "data holds no checkpoint"),
-    "device with a number": (None, ["--device", "cuda:7"], "--device: .*cuda:7"),
-    "no such device": (None, ["--device", "mps"], "no device mps"),
-    "two sizes": (None, ["--init_from", CHECKPOINT, "--model", "d6"], "is a test: give --model test"),
-    "endless epochs": (None, ["--epochs", "inf"], "epochs is inf"),
-    "nameless export": (None, ["--export_hf", ""], "needs the name of a folder"),
-    "huge seed": (None, ["--seed", 2**32], "seed is 4294967296"),
-    "sample of nothing": (None, ["--sample"], "--init_from"),
-    "export into a run": (None, ["--init_from", CHECKPOINT, "--export_hf", CHECKPOINT], "holds a run"),
-    "rates upside down": (None, ["--max_lr", 1e-3, "--min_lr", 1], "min_lr 1.* above max_lr 0.001"),
-}  # fmt: skip
+    "abbreviated flag": (["--max_step", 3], "--max_step"),
+    "negative": (["--max_steps", -1], "--max_steps -1: expected a finite number >= 0"),
+    "nan": (["--max_lr", "nan"], "--max_lr nan: expected a finite number"),
+    "unknown schedule": (["--schedule", "cosin"], "cosin.*wsd"),
+    "unknown model": (["--model", "d13"], "--model d13: .*d12"),
+    "unknown optimizer": (["--optimizer", "adam"], "--optimizer adam: expected adamw or muon"),
+    "unknown source": (["--init_from", "nowhere.pt"], "--init_from nowhere.pt: .*gpt2-xl"),
+    "no checkpoint": (["--init_from", __file__], "test_command_line.py cannot be read or is"),
+    "T above the context": (["--seq_len", 17], "--seq_len 17: the context is 16"),
+    "a fraction of a sequence": (
+        ["--total_batch_size", 100],
+        "100: not a multiple of seq_len 16 x 1",
+    ),
+    "indivisible batch": (["--batch_size", 3], "--batch_size 3 does not divide 16 sequences"),
+    "sample of nothing": (["--sample"], "need a model: --init_from"),
+    "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
+    "resume and evaluate": (["--resume", "--max_steps", 0], "exclude each other"),
+    "overwrite and evaluate": (["--overwrite", "--max_steps", 0], "exclude each other"),
+    "no such device": (["--device", NO_DEVICE], f"--device {NO_DEVICE}: this machine has"),
+    "used log_dir": (["--log_dir", "used"], "used holds a run: --resume .* --overwrite"),
+}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(case, tmp_path, capsys, monkeypatch):
-    """A traceback for a typing error, or a run on other data than was asked for."""
+def test_a_mistake_is_one_line_and_status_2(case, tmp_path, shards, capsys, monkeypatch):
+    """It says what was found and what was expected, and nothing is written."""
     monkeypatch.chdir(tmp_path)
-    folder = write_shards(tmp_path / "data")
-    spoil, flags, message = BAD[case]
-    if CHECKPOINT in flags:
-        where = ["--data_dir", folder, "--log_dir", CHECKPOINT, *FLAGS]
-        assert run_main(*where, "--max_steps", 1) == 0
-        capsys.readouterr()
-    if spoil:
-        spoil(folder)
-    assert run_main("--data_dir", folder, "--log_dir", tmp_path / "log", *FLAGS, *flags) == 2
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/log.txt").write_text("0 train 5.0\n")
+    flags, message = BAD[case]
+    assert main("--data_dir", shards, *flags) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and err.startswith("train_gpt2.py: "), err
     assert re.search(message, err), err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "used"]
 
 
-@pytest.mark.parametrize("flag, value, named", [
-    ("--seed", 7, "seed is 7, was 1337"),
-    ("--seq_len", 8, "seq_len is 8, was 16"),
-    ("--total_batch_size", 512, "total_batch_size is 512, was 256"),
-    ("--model", "tiny", "model is tiny, was test"),
-    ("--no-shuffle", None, "shuffle is False, was True"),
-    ("--schedule", "wsd", "schedule is wsd, was cosine"),
-    ("--data_dir", "other", "data is"),
-    ("--max_steps", 1, "at step 2, beyond 1"),
-])  # fmt: skip
-def test_resume_of_another_run_is_refused_by_name(
-    flag, value, named, tmp_path, capsys, monkeypatch
-):
-    """Two runs spliced into one curve."""
-    monkeypatch.chdir(tmp_path)
-    write_shards(tmp_path / "data")
-    write_shards(tmp_path / "other", sizes=(500, 600))
-    where = ["--data_dir", "data", "--log_dir", "log", *FLAGS, "--max_steps", 2]
-    assert run_main(*where, "--save_every", 1) == 0
-    more = [flag] if value is None else [flag, value]
-    assert run_main(*where, "--resume", "--seq_len", 16, *more) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and named in err, err
-
-
-def test_under_torchrun_one_process_prints_the_line(tmp_path):
-    """Eight GPUs, eight times the same complaint."""
-    status, _, err = run_script(["--data_dir", tmp_path / "nowhere", *FLAGS], processes=2)
-    assert status != 0 and err.count("there is no folder") == 1
-
-
-def test_importing_does_nothing():
-    """An import that trains, prints, downloads or joins a process group."""
-    code = "import sys, train_gpt2, fineweb, torch.distributed as d; assert not d.is_initialized();"
-    code += "assert 'datasets' not in sys.modules and 'transformers' not in sys.modules"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_sample_writes_from_a_checkpoint(tmp_path, capsys):
-    """A model that can be trained but not read."""
-    folder = write_shards(tmp_path / "data")
-    run_main("--data_dir", folder, "--log_dir", tmp_path / "log", *FLAGS, "--max_steps", 2)
-    capsys.readouterr()
-    path = tmp_path / "log/model_00002.pt"
-    flags = ("--sample", "--init_from", path, "--device", "cpu", "--num_samples", 2)
-    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
-    first = capsys.readouterr().out
-    assert first.startswith("sample 0: the ") and "sample 1: the " in first
-    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
-    assert capsys.readouterr().out == first, "the same seed, the same text"
-    assert run_main(*flags, "--prompt", "") == 0
-    capsys.readouterr()
-    flags = [path.parent if flag == path else flag for flag in flags]
-    assert run_main(*flags, "--prompt", "the ", "--max_new_tokens", 40) == 0
-    assert capsys.readouterr().out == first, "a folder stands for its newest checkpoint"
-    assert run_main(*flags, "--seq_len", 17) == 2
-    assert "longer than the context, 16" in capsys.readouterr().err
-    assert run_main("--init_from", path, "--export_hf", path) == 2
-    assert "is a file" in capsys.readouterr().err
-
-
-def test_help_names_every_flag_with_its_default(capsys):
-    """Help that lies, or a flag without a word."""
-    assert run_main("--help") == 0
+def test_help_lists_every_flag_with_its_default(capsys):
+    """Numbers too, unless the default depends on other flags."""
+    assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for flag, value in vars(train_gpt2.parse_args([])).items():
-        if flag not in ("help",):
-            assert f"--{flag}" in text, flag
-            assert (
-                isinstance(value, bool) or value in (None, "") or f"(default: {value})" in text
-            ), flag
+    for flags in FLAGS.values():
+        for flag, (kind, default, help) in flags.items():
+            assert f"--{flag}" in text and " ".join(help.split()) in text, flag
+            assert default is None or f"(default: {default})" in text, flag
+            assert kind is not bool or f"--no-{flag}" in text, flag
 
 
-def test_quickstart_values_are_flags_and_give_way():
-    """A quickstart key that no flag reads, or one that cannot be changed."""
-    plain = vars(train_gpt2.parse_args([]))
-    assert train_gpt2.QUICKSTART.keys() <= plain.keys()
-    args = train_gpt2.parse_args(["--quickstart", "--max_steps", "3"])
-    assert args.max_steps == 3 and args.model == "tiny"
+def test_a_flag_comes_from_the_first_that_has_it(monkeypatch):
+    """The command line, the checkpoint, the optimizer's recipe, --quickstart, the default."""
+    monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
+    monkeypatch.setitem(RECIPES, "muon", {"weight_decay": 0.6, "schedule": "wsd"})
+    stored = {"optimizer": "muon", "weight_decay": 0.5, "max_lr": 0.5, "seq_len": 8, "model": "d6"}
+    stored["hellaswag_every"] = 7
+    resumed, source = {"step": 3, "args": stored}, {"args": stored}
+    cases = [({}, {}, 0.1), ({"quickstart": True, "optimizer": "adamw"}, {}, 0.7),
+             ({"quickstart": True}, {}, 0.6), ({"optimizer": "muon"}, {}, 0.6), ({}, resumed, 0.5),
+             ({"quickstart": True}, resumed, 0.5), ({"weight_decay": 0.4}, resumed, 0.4),
+             ({}, source, 0.1), ({"sample": True}, source, 0.5), ({"max_steps": 0}, source, 0.5)]  # fmt: skip
+    for given, where, expected in cases:
+        args = decide_args(given | {"device": "cpu"}, where)
+        assert args.weight_decay == expected, (given, where)
+        assert not where or (args.model, args.seq_len) == ("d6", 8), "a new run takes the model too"
+        assert args.hellaswag_every == 0, "the device decides"
+    assert decide_args({"max_lr": 0.0, "device": "cpu"}, resumed).max_lr == 0, "0 is a value"
 
 
-def test_the_quickstart_replaces_its_own_run_and_no_other():
-    """Own text, trained with --quickstart into a folder of its own for an hour, and gone."""
-    assert train_gpt2.parse_args(["--quickstart"]).overwrite
-    assert not train_gpt2.parse_args(["--quickstart", "--resume"]).overwrite
-    assert not train_gpt2.parse_args(["--quickstart", "--log_dir", "log/mine"]).overwrite
-    assert not train_gpt2.parse_args(["--quickstart", "--no-overwrite"]).overwrite
-    assert train_gpt2.parse_args(["--quickstart", "--data_dir", "pydocs/"]).overwrite
-    with pytest.raises(UserError, match="log_dir of its own"):  # or the next one would delete it
-        train_gpt2.parse_args(["--quickstart", "--data_dir", "mine"])
-    assert not train_gpt2.parse_args([]).overwrite
+def test_defaults_follow_the_model_and_the_optimizer():
+    """GPT-3's rate for the size, its context, llm.c's name for it, Muon's recipe. --quickstart is
+    a set of flags that replaces its own earlier run, and no other."""
+    args = defaults(model="gpt2:d24")
+    assert (args.model, args.max_lr, args.seq_len, args.schedule) == ("d24", 3e-4, 1024, "cosine")
+    assert defaults(model="gpt3:c768").seq_len == 2048 and args.hellaswag_every == 0
+    args = defaults(model="d24", optimizer="muon")
+    assert args.max_lr > 3e-4 and vars(args).items() >= RECIPES["muon"].items()
+    assert defaults().total_batch_size * defaults().max_steps == pytest.approx(10e9, rel=1e-3)
+    args = defaults(quickstart=True, max_steps=3)
+    assert vars(args).items() >= (QUICKSTART | {"max_steps": 3}).items() and args.overwrite
+    for given in ({"resume": True}, {"log_dir": "mine"}):
+        assert not defaults(quickstart=True, **given).overwrite and not defaults().overwrite
 
 
-def test_a_run_that_makes_little_sense_says_so(tmp_path, capsys):
-    """A step of all the data, a context that stays untrained, months on a laptop: in silence."""
-    where = ["--data_dir", write_shards(tmp_path / "data"), *FLAGS, "--log_dir", tmp_path / "log"]
-    assert run_main(*where, "--max_steps", 2) == 0
-    out = capsys.readouterr().out
-    assert "warning" not in out and "note: the validation split" not in out
-    large = ["--total_batch_size", 2048, "--seq_len", 8, "--max_steps", 1, "--val_tokens", 10**6]
-    assert run_main(*where, *large, "--overwrite") == 0
-    out = capsys.readouterr().out
-    assert "fewer than --val_tokens 1,000,000" in out
-    assert "0.9 epochs of the data" in out and "trains no positions from 8 on" in out
-    flags = {"model": "d12", "seq_len": 1024, "warmup_steps": 715, "max_lr": 6e-4, "min_lr": 6e-5}
-    flags |= {"batch_size": 1, "quickstart": False, "schedule": "cosine", "data_dir": "data"}
-    flags |= {"val_every": 0}
-    args = Namespace(**flags, total_batch_size=2**19, max_steps=19073)
-    with torch.device("meta"):
-        model = train_gpt2.GPT(train_gpt2.GPTConfig())
-    loader = Namespace(windows=10**7)
-    *_, warning = train_gpt2.describe(args, model, "", loader, loader, make_run())
-    N = sum(p.numel() for p in model.parameters())
-    hours = round(6 * N * 19073 * 2**19 / 1e11 / 3600)
-    assert warning.startswith(f"warning: about {hours:,} hours on a CPU")
+def test_b_is_the_largest_number_that_fits_and_divides(monkeypatch):
+    """8192 tokens fit on a CPU. On a GPU of 80 GiB, 12 blocks of 768 channels take for a token
+    12 * 40 * 768 bytes, and the logits 2 * 50257; the weights and the rest 20 a parameter."""
+    for T, sequences, B in ((1024, 512, 8), (64, 12, 12), (1000, 14, 7), (16384, 2, 1)):
+        args = defaults(seq_len=T, total_batch_size=T * sequences)
+        assert train_gpt2.choose_batch_size(GPTConfig(), args, make_run()) == B
+    memory = Namespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    for gib, flags, dtype, world, fitting, B in [
+        (80, {}, "bfloat16", 1, 155, 128), (24, {}, "bfloat16", 1, 43, 32), (24, {}, "tf32", 1, 21, 16),
+        (24, {"recompute": True}, "bfloat16", 1, 135, 128), (24, {"zero": 3}, "bfloat16", 8, 46, 32),
+        (2, {}, "tf32", 1, 0, None),
+    ]:  # fmt: skip
+        memory.total_memory = gib * 2**30
+        args = defaults(**flags)
+        gpu = make_run(0, world, device=torch.device("cuda", 0), dtype=dtype)
+        assert train_gpt2.fitting_batch_size(GPTConfig(), args, gpu) == fitting, (gib, flags, dtype)
+        if B:
+            assert train_gpt2.choose_batch_size(GPTConfig(), args, gpu) == B
+    with pytest.raises(UserError, match="no sequence fits"):
+        train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
+    args.batch_size = 4
+    assert train_gpt2.choose_batch_size(GPTConfig(), args, gpu) == 4, "the user knows better"
+    evaluation = defaults(max_steps=0, seq_len=1000)  # divides nothing, keeps nothing
+    assert train_gpt2.choose_batch_size(GPTConfig(), evaluation, gpu) == 16
 
 
-def test_mfu_counts_the_operations_of_the_causal_half(monkeypatch):
-    """An MFU that flatters: the whole square of attention, the embeddings counted twice."""
-    with torch.device("meta"):
-        model = train_gpt2.GPT(train_gpt2.GPTConfig())
-    gpu = train_gpt2.Run(torch.device("cuda"), "bfloat16", True, 0, 8)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    N = 12 * 12 * 768**2 + 50304 * 768
-    flops = 6 * N + 6 * 12 * 768 * 1024
-    assert flops == pytest.approx(798e6, rel=0.01)
-    peak = train_gpt2.peak_tokens_per_second(model, 1024, gpu)
-    assert peak == pytest.approx(8 * 989e12 / flops)
-    assert train_gpt2.peak_tokens_per_second(model, 1024, make_run()) is None, "a CPU has no MFU"
-    for name in ("NVIDIA L40", "NVIDIA T400 4GB", "Some New GPU"):  # not an L4, not a T4
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
-        assert train_gpt2.peak_tokens_per_second(model, 1024, gpu) is None, name
+def test_a_trained_model_is_reused_in_every_way(tmp_path, shards, capsys, monkeypatch):
+    """Fine-tuned, evaluated, sampled, exported, from a log_dir, a checkpoint, or a folder."""
+    monkeypatch.chdir(tmp_path)
+    assert main("--data_dir", shards, "--log_dir", "a", "--max_steps", 30, "--save_every", 20) == 0
+    loss = read_log("a")["val"][30]
+    assert main("--init_from", "a", "--log_dir", "a", "--export_hf", "folder") == 0
+    for source in ("a", "a/model_00030.pt", "folder"):
+        capsys.readouterr()
+        assert main("--init_from", source, "--max_steps", 0, "--data_dir", shards) == 0
+        assert f"step     0/0 | val loss: {loss:.4f}\n" in capsys.readouterr().out, source
+        flags = ("--data_dir", shards, "--init_from", source, "--overwrite", "--max_steps", 2)
+        assert main("--log_dir", "b", *flags) == 0
+        log = read_log("b")
+        assert log["val"][0] == loss and list(log["train"]) == [0, 1], "a new run of that model"
+        texts = []
+        for seed in (1, 1, 2):
+            capsys.readouterr()
+            flags = ("--sample", "--num_samples", 2, "--prompt", "the ", "--seed", seed)
+            assert main("--init_from", source, *flags) == 0
+            texts.append(capsys.readouterr().out)
+        assert texts[0] == texts[1] != texts[2] and "\nsample 1: the " in texts[0]
+    assert main("--init_from", "a/model_00020.pt", "--max_steps", 0) == 0, "on the data of its run"
+    assert re.search(r"step     0/0 \| val loss: ", capsys.readouterr().out)
+    assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
+    assert sorted(os.listdir("a")) == ["log.txt", "model_00020.pt", "model_00030.pt"]
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu_all_dtypes_train_compiled(tmp_path):
-    """A precision that only the CPU tests know."""
-    folder = write_shards(tmp_path / "data")
-    flags = [*FLAGS, "--device", "cuda", "--max_steps", 12, "--val_every", 4, "--sample_every", 4]
-    for dtype in ("bfloat16", "float16", "tf32", "float32"):
-        log_dir = tmp_path / dtype
-        assert run_main("--data_dir", folder, "--log_dir", log_dir, *flags, "--dtype", dtype) == 0
+def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, capsys, monkeypatch):
+    """It reaches the model and the checkpoint; --resume keeps it and refuses another value. Older
+    checkpoints have the default, and an old field may get a flag as well."""
+
+    @dataclass
+    class Config(GPTConfig):
+        width: int = 4
+        unused: int = 0  # no flag
+
+    class MLP(train_gpt2.MLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.c_fc = nn.Linear(config.n_embd, config.width * config.n_embd)
+            self.c_proj = nn.Linear(config.width * config.n_embd, config.n_embd)
+
+    new, old = (["--data_dir", shards, "--log_dir", tmp_path / name] for name in ("new", "old"))
+    assert main(*old, "--max_steps", 1) == 0
+    monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
+    monkeypatch.setattr(train_gpt2, "MLP", MLP)
+    monkeypatch.setitem(FLAGS, "a fork", {"width": (int, 4, "of the MLP")})
+    assert main(*old, "--max_steps", 2, "--resume") == 0
+    assert main(*old, "--max_steps", 3, "--resume", "--width", 6) == 2
+    assert main(*new, "--max_steps", 1, "--width", 6) == 0
+    assert main(*new, "--max_steps", 2, "--resume") == 0
+    checkpoint = load(tmp_path / "new", 2)
+    assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
+    assert checkpoint["model"]["transformer.h.1.mlp.c_fc.weight"].shape == (6 * 32, 32)
+    assert main(*new, "--max_steps", 3, "--resume", "--width", 4) == 2
+    assert capsys.readouterr().err.count("the flags describe another model") == 2
+    monkeypatch.setitem(FLAGS, "a fork", {"n_layer": (int, 2, "blocks")})
+    assert main(*new, "--overwrite", "--max_steps", 1, "--n_layer", 3) == 0
+    assert load(tmp_path / "new", 1)["config"]["n_layer"] == 3
+
+
+@pytest.mark.slow
+def test_importing_the_scripts_does_nothing(tmp_path):
+    """No output, no file, no process group, and no library that one script alone needs."""
+    code = "import sys, train_gpt2, fineweb, hellaswag, torch.distributed as dist\n"
+    code += "print(dist.is_initialized(), {'transformers', 'datasets'} & {*sys.modules})"
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    assert (result.stdout, result.stderr) == ("False set()\n", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path):
+    """Copied into an empty folder, beside shards of GPT-2's tokens without a meta.json."""
+    shutil.copy(ROOT / "train_gpt2.py", tmp_path)
+    tokens = np.random.RandomState(0).randint(0, 50257, 3000).astype(np.uint16)
+    for split in ("train", "val"):
+        np.save(tmp_path / f"x_{split}_0.npy", tokens)
+    flags = "--data_dir . --model tiny --seq_len 64 --total_batch_size 128 --val_tokens 128"
+    flags += " --max_new_tokens 4 --num_samples 1 --device cpu"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment["TIKTOKEN_CACHE_DIR"] = str(DATA / "tiktoken_cache")
+    can_sample = (DATA / "tiktoken_cache").is_dir()
+    flags += f" --sample_every {250 * can_sample}"
+    for more in ("--max_steps 2", "--max_steps 4 --resume"):
+        command = [sys.executable, "-P", "train_gpt2.py", *flags.split(), *more.split()]
+        options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+        result = subprocess.run(command, **options)
+        assert result.returncode == 0, result.stderr
+        assert ("sample 0: Hello" in result.stdout) == can_sample
+    log = read_log(tmp_path / "log")
+    assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 4]
+    assert all(10 < loss < 11.5 for loss in log["val"].values()), "near ln 50257 = 10.8"

@@ -1,0 +1,215 @@
+"""Promise 6, and what other failures do: they end the program, and damage nothing on the disk."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import break_losses, contents, leaves, load, main, read_log, run, steps, write_shards
+
+import train_gpt2
+
+slow = pytest.mark.slow
+
+
+def state(log_dir, step: int) -> dict:
+    """Return the weights and the optimizer's state of a checkpoint, as bits."""
+    saved = load(log_dir, step)
+    return leaves(saved["model"]) | leaves(saved["optimizer"]["state"], "state")
+
+
+def refused(capsys, message: str, *flags) -> bool:
+    """Return whether a run with these flags ends with status 2 and one line that has the message."""
+    capsys.readouterr()
+    status = main(*flags)
+    err = capsys.readouterr().err
+    return (status, err.count("\n")) == (2, 1) and message in err
+
+
+# -----------------------------------------------------------------------------
+# promise 6: what is not finite never reaches the weights
+
+# In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
+# added to them, of which its gradients know nothing
+BROKEN = """
+forward, calls = train_gpt2.GPT.forward, []
+def broken(self, *args):
+    losses = forward(self, *args)
+    calls.append(self.training)
+    return losses {change} if self.training and sum(calls) == 3 and rank == 1 else losses
+train_gpt2.GPT.forward = broken
+"""
+
+
+@pytest.mark.parametrize("change, zero", [
+    ("* float('nan')", 0), ("+ float('inf')", 0), pytest.param("* float('nan')", 3, marks=slow),
+])  # fmt: skip
+def test_all_processes_skip_an_update_in_which_one_fails(tmp_path, shards, change, zero):
+    """Weights and optimizer state stay as they are, and the run goes on."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 5, "--save_every", 1]
+    flags += ["--keep", 0, "--batch_size", 8, "--zero", zero]
+    status, out, err = run(*flags, processes=2, patch=BROKEN.format(change=change))
+    assert status == 0, err
+    losses = read_log(tmp_path)["train"]
+    assert [step for step, loss in losses.items() if not math.isfinite(loss)] == [2]
+    [line] = [line for line in out.splitlines() if "update skipped" in line]
+    assert line.startswith("step     2/5 | loss: ")
+    assert state(tmp_path, 2) == state(tmp_path, 3)
+    assert losses[4] < losses[3] < losses[1] < losses[0]
+
+
+def sgd(self, weight_decay, learning_rate, optimizer):
+    """Configure an optimizer that knows nothing of skipped updates."""
+    return [torch.optim.SGD(self.parameters(), lr=learning_rate, momentum=0.9)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+def test_every_optimizer_skips(tmp_path, shards, monkeypatch, optimizer):
+    """So does one that a fork adds, and the next update is the one that would have been."""
+    if optimizer == "sgd":
+        monkeypatch.setattr(train_gpt2.GPT, "configure_optimizers", sgd)
+    own = ["--max_lr", 0.01, "--keep", 0, "--val_every", 1]
+    own += [] if optimizer == "sgd" else ["--optimizer", optimizer]
+    break_losses(monkeypatch, lambda n, losses: losses * math.nan if n in (0, 3) else losses)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 6, "--save_every", 1]
+    assert main(*flags, *own) == 0
+    assert state(tmp_path, 3) == state(tmp_path, 4)
+    val = read_log(tmp_path)["val"]
+    assert val[0] == val[1] > val[2] > val[3] == val[4] > val[5]
+
+
+def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, monkeypatch, capsys):
+    """Nineteen do not, however often; and the checkpoints of the run hold finite weights."""
+    good = (0, 1, 21, 41)
+    break_losses(monkeypatch, lambda n, losses: losses if n in good else losses * math.nan)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 99, "--save_every", 30]
+    message = "20 updates in a row were skipped, with loss nan and norm nan"
+    assert refused(capsys, message, *flags, "--val_every", 0)
+    assert list(read_log(tmp_path)["train"]) == list(range(42 + 20)) and steps(tmp_path) == [30, 60]
+    assert all(p.isfinite().all() for p in load(tmp_path, 60)["model"].values())
+
+
+# -----------------------------------------------------------------------------
+# a folder that holds a run
+
+
+@pytest.fixture
+def old(tmp_path, shards):
+    """Return the folder of a run of two updates."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 2]
+    assert main(*flags, "--save_every", 1) == 0
+    return tmp_path / "log"
+
+
+def test_a_folder_that_holds_a_run_is_left_alone(old, shards, capsys, monkeypatch):
+    """A new run needs --overwrite there, and when torchrun starts it again, not even that deletes
+    the checkpoints; nor does the quickstart. An evaluation writes nothing."""
+    flags = ["--data_dir", shards, "--log_dir", old, "--seq_len", 16]
+    before = contents(old)
+    message = "holds a run: --resume continues it, --overwrite deletes it"
+    assert refused(capsys, message, *flags, "--max_steps", 4)
+    assert main(*flags, "--init_from", old, "--max_steps", 0) == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setitem(train_gpt2.QUICKSTART, "log_dir", str(old))
+    for flag in ("--overwrite", "--quickstart"):
+        assert refused(capsys, message, *flags, "--max_steps", 4, flag)
+    assert contents(old) == before
+    for path in old.glob("*.pt"):
+        path.unlink()
+    assert refused(capsys, message, *flags, "--max_steps", 4), "log.txt alone is a run too"
+
+
+def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tmp_path, capsys):
+    """Until then, whatever fails, the old run is whole."""
+    before = contents(old)
+    flags = ["--log_dir", old, "--overwrite", "--max_steps", 1]
+    assert refused(capsys, "holds no train shards", *flags, "--data_dir", tmp_path / "missing")
+    other = write_shards(tmp_path / "other")
+    (other / "test_val_000000.npy").unlink()
+    assert refused(capsys, "holds no val shards", *flags, "--data_dir", other)
+    np.save(other / "test_train_000004.npy", np.zeros(999, np.int64))
+    assert refused(capsys, "1-D int64", *flags, "--data_dir", other, "--val_every", 0)
+    assert contents(old) == before
+    assert main(*flags, "--data_dir", shards) == 0
+    assert contents(old).keys() == {"log.txt", "model_00001.pt"}
+    assert list(read_log(old)["train"]) == [0]
+
+
+def test_overwrite_deletes_nothing_if_the_first_batch_of_one_process_fails(old, shards):
+    """The first process waits for the second before it deletes."""
+    patch = "if rank == 1: train_gpt2.DataLoaderLite.get_window = lambda self, number: 1 / 0"
+    before = contents(old)
+    flags = ["--data_dir", shards, "--log_dir", old, "--max_steps", 1, "--batch_size", 8]
+    status, _, err = run(*flags, "--overwrite", processes=2, patch=patch)
+    assert status != 0 and "ZeroDivisionError" in err
+    assert contents(old) == before
+
+
+def test_the_quickstart_replaces_its_own_run_and_no_other(old, shards, monkeypatch, capsys):
+    """With --resume it continues that run."""
+    monkeypatch.chdir(old.parent)
+    flags = ["--quickstart", "--data_dir", shards, "--seq_len", 16, "--optimizer", "adamw"]
+    for max_steps, more, expected in ((3, [], 3), (2, [], 2), (3, ["--resume"], 3)):
+        assert main(*flags, "--max_steps", max_steps, *more) == 0
+        assert len(read_log("log/quickstart")["train"]) == expected
+    assert refused(capsys, "holds a run", *flags, "--log_dir", old)
+
+
+# -----------------------------------------------------------------------------
+# disks and data
+
+
+def npy(dtype) -> bytes:
+    """Return the bytes of a .npy file of zeros."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(999, dtype))
+    return file.getvalue()
+
+
+def bin_shard(*header: int, tokens=999) -> bytes:
+    """Return one of llm.c's shards of zeros."""
+    whole = np.zeros(256, np.int32)
+    whole[: len(header)] = header
+    return whole.tobytes() + np.zeros(tokens, np.uint16).tobytes()
+
+
+BIN = "is not a .bin shard of version 1, or it was cut short"
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("test_train_000002.npy", np.zeros(999, np.int32), "holds a 1-D int32 array, expected 1-D uint16"),
+    ("test_train_000002.npy", np.zeros((9, 99), np.uint16), "holds a 2-D uint16 array"),
+    ("test_val_000000.npy", np.zeros(16, np.uint16), "no val shard has 17 tokens: lower --seq_len"),
+    ("a_train.bin", bin_shard(20240521, 1, 999), BIN),
+    ("a_train.bin", bin_shard(20240520, 1, 999, tokens=998), BIN),
+    ("meta.json", b'{"progress": {"done": false}}', "is not finished: run its fineweb.py command"),
+    ("test_train_000002.npy", npy(np.uint16)[:-1], "train_000002.npy cannot be read or is damaged"),
+    ("test_train_000002.npy", npy(np.uint16)[:100], "train_000002.npy cannot be read"),
+    ("test_train_000002.npy", npy(np.float64)[:-1], "train_000002.npy cannot be read"),
+    ("test_train_000002.npy", b"", "train_000002.npy cannot be read"),
+    ("test_train_000002.npy", b"some text", "train_000002.npy cannot be read"),
+    ("a_train.bin", b"", "a_train.bin cannot be read"),
+])  # fmt: skip
+def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, content, message):
+    """In one line, before the run makes log_dir."""
+    if isinstance(content, bytes):
+        (shards / name).write_bytes(content)
+    else:
+        np.save(shards / name, content)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
+    assert refused(capsys, message, *flags)
+    assert not (tmp_path / "log").exists()
+
+
+def test_hellaswag_that_cannot_be_downloaded_is_one_line(tmp_path, shards, monkeypatch, capsys):
+    """A run on a machine without network finds out at its start."""
+    import hellaswag
+
+    def fetch():
+        raise ConnectionError("HellaSwag cannot be downloaded")
+
+    monkeypatch.setattr(hellaswag, "fetch", fetch)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 4]
+    assert refused(capsys, "HellaSwag cannot", *flags, "--hellaswag_every", 4)
+    assert "train" not in read_log(tmp_path / "log")

@@ -1,0 +1,182 @@
+"""Promise 5: one process, two with a copy of the model each (DDP), and two that share its weights
+(--zero) compute the same run, to rounding, and continue each other's checkpoints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import FLAGS, ROOT, free_port, leaves, load, main, read_log, run, steps, write_shards
+
+slow = pytest.mark.slow
+
+
+def assert_close(one: dict, two: dict, tolerance=1e-5) -> None:
+    """Two logs tell of the same run, to rounding. val and norm have four decimals."""
+    assert one.keys() == two.keys()
+    assert one.get("hella") == two.get("hella")
+    for stream in one:
+        rounding = tolerance * {"val": 20, "norm": 20}.get(stream, 1)
+        assert two[stream] == pytest.approx(one[stream], abs=rounding), stream
+
+
+def shapes(log_dir, step: int) -> dict:
+    """Return the dtype and the shape of every tensor of a checkpoint, and all its other contents but
+    for the flags, in order."""
+    found = leaves(load(log_dir, step) | {"args": None})
+    return {name: x[:2] if isinstance(x, tuple) else x for name, x in found.items()}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Return a function that makes a run with everything on, once for the same arguments, and
+    returns its log_dir and its samples."""
+    folder = tmp_path_factory.mktemp("processes")
+    data = write_shards(folder / "data")
+    words = ["the", "model", "reads", "and", "writes", "tokens", "again"]
+    with open(folder / "hella.jsonl", "w") as file:
+        for i in range(7):  # a number that two processes cannot share equally
+            endings = [" ".join(words[(3 * i + j * k) % 7] for k in range(1 + j)) for j in range(4)]
+            example = {"ctx": f"{words[i]} {words[i - 2]}", "endings": endings, "label": i % 4}
+            file.write(json.dumps(example) + "\n")
+    patch = f"import hellaswag; hellaswag.fetch = lambda: {str(folder / 'hella.jsonl')!r}"
+    flags = ["--data_dir", data, "--max_steps", 20, "--save_every", 20, "--batch_size", 4]
+    flags += ["--val_every", 10, "--hellaswag_every", 10, "--sample_every", 10, "--num_samples", 2]
+    made = {}
+
+    def train(processes: int, *own) -> tuple[Path, list[str]]:
+        log_dir = folder / str(len(made))
+        if (processes, own) not in made:
+            result = run(*flags, *own, "--log_dir", log_dir, processes=processes, patch=patch)
+            assert result[0] == 0, result
+            assert result[1].count("step     3/20 | loss") == 1, "the first process alone prints"
+            assert "Warning" not in result[2]
+            printed = [line for line in result[1].splitlines() if line.startswith("sample ")]
+            made[processes, own] = log_dir, printed
+        return made[processes, own]
+
+    return train
+
+
+@pytest.mark.parametrize("optimizer, zero", [
+    ("adamw", 0), pytest.param("adamw", 2, marks=slow), pytest.param("adamw", 3, marks=slow),
+    pytest.param("muon", 0, marks=slow), pytest.param("muon", 2, marks=slow), ("muon", 3),
+])  # fmt: skip
+def test_two_processes_make_the_run_of_one(start, optimizer, zero):
+    """So they do over 20 steps of the default recipe, and the checkpoint has the same contents.
+    Muon's rate is 0.1 for this small model, so that roundings grow 50 times in these steps."""
+    one, samples = start(1, "--optimizer", optimizer)
+    two, its_samples = start(2, "--optimizer", optimizer, "--zero", zero)
+    logs = read_log(one), read_log(two)
+    assert list(logs[0]["hella"]) == list(logs[0]["val"]) == [0, 10, 20]
+    assert_close(*logs, tolerance={"adamw": 2e-6, "muon": 2e-3}[optimizer])
+    assert samples == its_samples and len(samples) == 4
+    assert shapes(one, 20) == shapes(two, 20)
+
+
+@slow
+def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, shards):
+    """Each part of the run is made by other processes than the one before."""
+    flags = ["--data_dir", shards, "--optimizer", "muon", "--schedule", "constant", "--resume"]
+    flags += ["--max_lr", 0.02, "--val_every", 3, "--batch_size", 4]
+    assert main(*flags, "--max_steps", 12, "--log_dir", tmp_path / "a") == 0
+    for max_steps, processes, zero in ((3, 2, 3), (6, 1, 0), (9, 2, 0), (12, 2, 2)):
+        own = ["--max_steps", max_steps, "--zero", zero, "--log_dir", tmp_path / "b"]
+        status, _, err = run(*flags, *own, processes=processes)
+        assert status == 0 and steps(tmp_path / "b")[-1] == max_steps, err
+    assert_close(read_log(tmp_path / "a"), read_log(tmp_path / "b"))
+
+
+def test_processes_that_find_different_checkpoints_stop(tmp_path, shards):
+    """Each says so in one line, and nothing on the disk is changed."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--batch_size", 8]
+    assert main(*flags, "--max_steps", 2) == 0
+    before = (tmp_path / "log/log.txt").read_bytes()
+    patch = "if rank == 1: train_gpt2.list_checkpoints = lambda log_dir: []"
+    status, out, err = run(*flags, "--max_steps", 4, "--resume", processes=2, patch=patch)
+    assert status == 2 and "loss" not in out
+    message = "train_gpt2.py: the processes have found checkpoints of the steps [2, None]"
+    assert set(err.splitlines()) == {message}
+    assert (tmp_path / "log/log.txt").read_bytes() == before and steps(tmp_path / "log") == [2]
+
+
+SLOW_SAVE = """
+import time
+def rename_late(source, target, replace=os.replace):
+    time.sleep(0.5 if str(target).endswith(".pt") else 0)
+    replace(source, target)
+def check(status, end=os._exit):
+    end(status if os.path.exists({path!r}) else 77)
+os.replace, os._exit = rename_late, check
+"""
+
+
+def test_no_process_ends_before_the_last_checkpoint_is_whole(tmp_path, shards):
+    """torchrun ends the first process, which writes, soon after another one has ended."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--batch_size", 8]
+    patch = SLOW_SAVE.format(path=str(tmp_path / "model_00001.pt"))
+    status, _, err = run(*flags, processes=2, patch=patch)
+    assert status == 0, err
+
+
+# -----------------------------------------------------------------------------
+# torchrun
+
+SCRIPT = """
+import os, signal, conftest, torch, train_gpt2
+train_gpt2.SIZES["test"] = conftest.TINY
+rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+{patch}
+train_gpt2.main()
+"""
+KILLED_IN_UPDATE_5 = """
+forward, calls = train_gpt2.GPT.forward, []
+def act(self, *args):
+    calls.append(self.training)
+    if (rank, attempt, sum(calls)) == (1, "0", 6):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, *args)
+train_gpt2.GPT.forward = act
+"""
+
+
+def torchrun(folder: Path, launcher, flags, patch="") -> subprocess.Popen:
+    """Start torchrun with a script that makes a tiny run."""
+    script = folder / "tiny.py"
+    script.write_text(SCRIPT.format(patch=patch))
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, script, *FLAGS, *flags]
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([str(part) for part in command], env=env, **pipes)
+
+
+@slow
+def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path, shards):
+    """With --resume, the new group continues the last checkpoint of the dead one."""
+    flags = ["--data_dir", shards, "--max_steps", 8, "--save_every", 2, "--batch_size", 8]
+    assert run(*flags, "--log_dir", tmp_path / "a", processes=2)[0] == 0
+    launcher = ["--standalone", "--nproc_per_node=2", "--max_restarts=1"]
+    flags += ["--resume", "--log_dir", tmp_path / "b"]
+    process = torchrun(tmp_path, launcher, flags, patch=KILLED_IN_UPDATE_5)
+    out, err = process.communicate(timeout=120)  # seconds
+    assert process.returncode == 0, err
+    assert out.count("step     4/8 | loss") == 2, "before the kill, and again from step 4 on"
+    assert out.count("step     3/8 | loss") == 1
+    assert read_log(tmp_path / "a") == read_log(tmp_path / "b")
+
+
+@slow
+def test_two_machines_make_the_run_of_one(tmp_path, shards):
+    """Two agents that meet at one address are what two machines are: RANK is not LOCAL_RANK."""
+    flags = ["--data_dir", shards, "--max_steps", 6, "--batch_size", 4]
+    assert main(*flags, "--log_dir", tmp_path / "one") == 0
+    launcher = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test"]
+    launcher += [f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    flags += ["--log_dir", tmp_path / "two"]
+    machines = [torchrun(tmp_path, launcher, flags) for _ in range(2)]
+    outputs = [machine.communicate(timeout=120) for machine in machines]  # seconds
+    assert [machine.returncode for machine in machines] == [0, 0], outputs
+    assert sum(out.count("done: ") for out, _ in outputs) == 1
+    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))

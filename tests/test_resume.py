@@ -1,0 +1,287 @@
+"""Promise 3: a run that is stopped or killed, at any moment, and resumed is the unbroken run.
+
+`GPT2_TEST_KILLS=50 python -m pytest tests/test_resume.py -k random` kills 50 times instead of 8.
+"""
+
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import contents, leaves, load, main, read_log, run, steps, write_shards
+
+import train_gpt2
+
+KILLS = int(os.environ.get("GPT2_TEST_KILLS", "8"))
+slow = pytest.mark.slow
+
+
+def assert_same_run(a, b) -> None:
+    """Two folders hold the same records in the same order, but for times, and the same checkpoints,
+    bit for bit, but for the flags, of which one is --log_dir."""
+    logs = [Path(log_dir, "log.txt").read_text().splitlines() for log_dir in (a, b)]
+    logs = [[line for line in lines if " dt " not in line] for lines in logs]
+    assert logs[0] == logs[1]
+    assert contents(a).keys() == contents(b).keys()
+    for step in steps(a):
+        one, two = (leaves(load(log_dir, step) | {"args": None}) for log_dir in (a, b))
+        assert [name for name in one | two if one.get(name) != two.get(name)] == []
+
+
+def break_off(log_dir, copy, step: int) -> Path:
+    """Return a copy of log_dir as a crash some time after the checkpoint of `step` leaves it:
+    log.txt goes further, and ends in half a line."""
+    shutil.copytree(log_dir, copy)
+    for later in steps(copy):
+        if later > step:
+            Path(copy, f"model_{later:05d}.pt").unlink()
+    with open(Path(copy, "log.txt"), "a") as file:
+        file.write("12 tra")
+    return copy
+
+
+# -----------------------------------------------------------------------------
+# a checkpoint holds all that the next step depends on
+
+
+@pytest.mark.parametrize("recipe", [
+    pytest.param([], marks=slow),
+    ["--optimizer", "muon", "--skip_loss_z", 3, "--skip_grad_z", 3],  # Muon's and AdamW's state
+    pytest.param(["--dtype", "float16"], marks=slow),
+], ids=["adamw", "muon", "float16"])  # fmt: skip
+def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe):
+    """It is so from before the end of an epoch, in update 8, and from after it."""
+    flags = ["--data_dir", shards, "--max_steps", 12, "--save_every", 3, "--keep", 0]
+    flags += ["--val_every", 5, "--batch_size", 4, *recipe]
+    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    for step in (6, 9):
+        broken = break_off(tmp_path / "a", tmp_path / f"b{step}", step)
+        assert main(*flags, "--log_dir", broken, "--resume") == 0
+        assert_same_run(tmp_path / "a", broken)
+    saved = load(tmp_path / "a", 12)  # with these empty, the test could not tell
+    assert saved["window"].isfinite().any().item() == ("muon" in recipe)
+    assert (saved["scaler"] != {}) == ("float16" in recipe)
+
+
+def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_path, shards):
+    """Rates and decay may change, and betas with the code; the records before it stay."""
+    flags = ["--data_dir", shards, "--save_every", 4, "--val_every", 0, "--max_steps", 8]
+    flags += ["--schedule", "linear", "--final_lr_frac", 0.5, "--warmup_steps", 0]
+    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    lower = break_off(tmp_path / "a", tmp_path / "b", 4)
+    saved = load(lower, 4)
+    for group in saved["optimizer"]["param_groups"]:
+        group["betas"] = (0.5, 0.5)  # those of an older version of the code
+    torch.save(saved, lower / "model_00004.pt")
+    assert main("--resume", "--log_dir", lower, "--max_lr", 4e-3, "--weight_decay", 0.5) == 0
+    rates = [1e-2, 9.375e-3, 8.75e-3, 8.125e-3, 3e-3, 2.75e-3, 2.5e-3, 2.25e-3]
+    assert list(read_log(lower)["lr"].values()) == pytest.approx(rates)
+    groups = load(lower, 8)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [list(group["betas"]) for group in groups] == [[0.9, 0.95]] * 2
+
+
+def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, shards):
+    """It is loaded without executing code, and its names are those of the model's parameters."""
+    assert main("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 2) == 0
+    saved = load(tmp_path, 2)
+    keys = {"model", "optimizer", "scaler", "config", "args", "dtype", "step", "window", "data"}
+    assert saved.keys() == keys and saved["step"] == 2 and saved["dtype"] == "float32"
+    lengths = {1: 700, 2: 1201, 3: 333}
+    assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
+    assert saved["model"].keys() == model.state_dict().keys()
+    weights = 4 * sum(p.numel() for p in model.parameters())  # bytes, a tied matrix once
+    size = (tmp_path / "model_00002.pt").stat().st_size  # weights, two moments, and some names
+    assert 3 * weights < size < 3 * weights + model.lm_head.weight.nbytes
+
+
+# -----------------------------------------------------------------------------
+# killed
+
+# Process `victim` is killed before the line with number `moment` of those that it executes in these
+# functions: between any two actions of a start, a step, a record or a save
+KILLED_AT_A_LINE = """
+import sys
+places = "main train open_log record flush save_checkpoint atomic_write restore".split()
+lines = iter(range(10**9))
+def trace(frame, event, arg):
+    code = frame.f_code
+    if not code.co_filename.endswith("train_gpt2.py") or code.co_name not in places:
+        return None
+    if event == "line" and rank == {victim} and next(lines) == {moment}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return trace
+sys.settrace(trace)
+"""
+
+
+@slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_at_random_moments_the_run_ends_as_the_unbroken_one(tmp_path, shards, processes):
+    """Launched with --resume after each kill. A seed makes the moments the same everywhere."""
+    kills = {1: KILLS - KILLS // 3, 2: KILLS // 3}[processes]
+    flags = ["--data_dir", shards, "--max_steps", 8 * kills, "--save_every", 2, "--keep", 2]
+    flags += ["--val_every", 5, "--val_tokens", 64, "--batch_size", 8, "--resume"]
+    assert run(*flags, "--log_dir", tmp_path / "a", processes=processes)[0] == 0
+    rng = random.Random(processes)
+    flags += ["--log_dir", tmp_path / "b"]
+    for _ in range(kills):
+        patch = KILLED_AT_A_LINE.format(victim=rng.randrange(processes), moment=rng.randrange(400))
+        result = run(*flags, processes=processes, patch=patch)
+        assert result[0] == -signal.SIGKILL, result
+    assert steps(tmp_path / "b")[-1:] != [8 * kills], "no kill came after the end"
+    assert run(*flags, processes=processes)[0] == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+KILLED_IN_SAVE = """
+import io
+save = torch.save
+def save_half(contents, file):
+    whole = io.BytesIO()
+    save(contents, whole)
+    file.write(whole.getvalue()[: 50000 if contents["step"] == 4 else None])
+    file.flush()
+    if contents["step"] == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save = save_half
+"""
+
+
+def test_a_file_counts_once_it_has_its_name(tmp_path, shards):
+    """A run that is killed while it saves continues the checkpoint before."""
+    flags = ["--data_dir", shards, "--max_steps", 6, "--save_every", 2, "--batch_size", 8]
+    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
+    names = {"log.txt", "model_00002.pt", "model_00004.pt.tmp"}
+    assert contents(tmp_path / "b").keys() == names
+    assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
+
+# -----------------------------------------------------------------------------
+# asked to stop
+
+# Act in the call number `call` of the model in training (True) or in an evaluation (False)
+IN_FORWARD = """
+forward, calls = train_gpt2.GPT.forward, []
+def act(self, *args):
+    calls.append(self.training)
+    if self.training is {training} and calls.count({training}) == {call} and rank == {rank}:
+        {action}
+    return forward(self, *args)
+train_gpt2.GPT.forward = act
+"""
+
+
+@pytest.mark.parametrize("number, processes, training, call", [
+    ("SIGTERM", 2, True, 5),
+    ("SIGINT", 1, False, 8),  # 5 batches an evaluation
+])  # fmt: skip
+def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, number, processes, training, call):
+    """The step is finished, or the evaluation and the step after it. Of two processes only the
+    second gets the signal here, and both stop."""
+    flags = ["--data_dir", shards, "--max_steps", 8, "--save_every", 8, "--keep", 0]
+    flags += ["--val_every", 4, "--batch_size", 8]
+    here = {"training": training, "call": call, "rank": processes - 1}
+    patch = IN_FORWARD.format(action=f"os.kill(os.getpid(), signal.{number})", **here)
+    a, b = tmp_path / "a", tmp_path / "b"
+    status, out, err = run(*flags, "--log_dir", b, processes=processes, patch=patch)
+    assert status == 128 + getattr(signal, number) and "with --resume" in out, err
+    assert steps(b) == [5] and list(read_log(b)["train"]) == [0, 1, 2, 3, 4]
+    assert list(read_log(b)["val"]) == [0, 4]
+    assert run(*flags, "--log_dir", b, "--resume", processes=processes)[0] == 0
+    assert run(*flags, "--log_dir", a, processes=processes)[0] == 0
+    (b / "model_00005.pt").unlink()  # the unbroken run saves nothing at this step
+    assert_same_run(a, b)
+
+
+def test_a_signal_in_the_last_update_changes_nothing(tmp_path, shards):
+    """The run is complete: its last update is evaluated, sampled, saved, and the status is 0."""
+    action = "os.kill(os.getpid(), signal.SIGTERM)"
+    patch = IN_FORWARD.format(action=action, rank=0, training=True, call=4)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 4]
+    status, out, _ = run(*flags, "--sample_every", 4, patch=patch)
+    assert status == 0 and "sample 0: " in out and "done: " in out
+    assert steps(tmp_path / "log") == [4]
+    assert list(read_log(tmp_path / "log")["val"]) == [0, 4]
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
+    """Nothing is saved then."""
+    action = "[os.kill(os.getpid(), signal.SIGINT) for _ in range(2)]"
+    patch = IN_FORWARD.format(action=action, rank=0, training=True, call=5)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 8]
+    status, _, err = run(*flags, patch=patch)
+    assert status == -signal.SIGINT and "saving in a step or two" in err
+    assert contents(tmp_path / "log").keys() == {"log.txt"}
+
+
+# -----------------------------------------------------------------------------
+# what --resume finds
+
+
+def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_path, shards, capsys):
+    """The same command can be launched for ever."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 2, "--resume"]
+    assert main(*flags) == 0
+    before = read_log(tmp_path / "log")
+    assert list(before["train"]) == [0, 1] and list(before["val"]) == [0, 2]
+    capsys.readouterr()
+    assert main(*flags) == 0
+    assert "step     2/2 | val loss" in capsys.readouterr().out
+    assert read_log(tmp_path / "log") == before and steps(tmp_path / "log") == [2]
+
+
+def test_resume_refuses_what_would_be_another_run(tmp_path, shards, capsys):
+    """One line says what is different, and nothing on the disk is changed. Data may move: it is
+    known by the names and lengths of its shards. So may the precision, which is reported."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 4]
+    assert main(*flags) == 0
+    longer = write_shards(tmp_path / "longer", sizes=(700, 1201, 334))
+    renamed = write_shards(tmp_path / "renamed")
+    (renamed / "test_train_000003.npy").rename(renamed / "test_train_000004.npy")
+    others = {
+        "describe another model": ["--model", "d6"], "--seq_len 16, not 8": ["--seq_len", 8],
+        "--total_batch_size 256, not 512": ["--total_batch_size", 512],
+        "--optimizer adamw, not muon": ["--optimizer", "muon"], "--seed 1337, not 7": ["--seed", 7],
+        "--schedule cosine, not linear": ["--schedule", "linear"],
+        "--shuffle True, not False": ["--no-shuffle"], "beyond --max_steps 3": ["--max_steps", 3],
+        "longer has other shards": ["--data_dir", longer],
+        "renamed has other shards": ["--data_dir", renamed],
+    }  # fmt: skip
+    before = contents(tmp_path / "log")
+    for message, other in others.items():
+        capsys.readouterr()
+        assert main(*flags, "--resume", *other) == 2, message
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1, (message, err)
+        assert contents(tmp_path / "log") == before, message
+    flags += ["--data_dir", shards.rename(tmp_path / "moved"), "--dtype", "bfloat16"]
+    assert main(*flags, "--resume", "--max_steps", 5) == 0
+    assert "is at step 4, reached with dtype float32" in capsys.readouterr().out
+    assert load(tmp_path / "log", 5)["dtype"] == "bfloat16"
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(tmp_path, shards, capsys):
+    """Wherever it was cut short. Once the user has deleted it, --resume continues the one before."""
+    flags = ["--data_dir", shards, "--max_steps", 4, "--save_every", 2]
+    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    newest = shutil.copytree(tmp_path / "a", tmp_path / "b") / "model_00004.pt"
+    whole = newest.read_bytes()
+    lengths = (0, 100, 30_000, 60_000, 66_000, 300_000, len(whole) - 1)  # bytes
+    for damaged in (b"not a checkpoint", *(whole[:length] for length in lengths)):
+        newest.write_bytes(damaged)
+        before = contents(tmp_path / "b")
+        capsys.readouterr()
+        assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 2, len(damaged)
+        err = capsys.readouterr().err
+        assert f"{newest} cannot be read or is damaged" in err and err.count("\n") == 1, err
+        assert contents(tmp_path / "b") == before
+    newest.unlink()
+    assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
+    assert_same_run(tmp_path / "a", tmp_path / "b")
