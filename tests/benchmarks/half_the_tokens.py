@@ -1,10 +1,11 @@
-"""Compare Muon with AdamW, as published and tuned, on the same data, and draw the curves.
+"""Compare Muon with AdamW, as published and tuned, on the same data.
 
     python tests/benchmarks/half_the_tokens.py corpus            # 10 minutes of one H100
 
 `corpus` is a folder of shards. GPT-2 124M reads 32,768 tokens a step: 280 and 560 steps with AdamW,
 42% and 55% of these with Muon, each with two seeds. The claim holds if Muon's last validation loss
 is below that of AdamW as published with 42% of the steps, and below that of the tuned AdamW with 55%.
+draw_runs.py draws the curves: python tests/benchmarks/draw_runs.py log/half_the_tokens/*/log.txt
 """
 
 import argparse
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import train_gpt2  # noqa: E402
 
 # AdamW as tuned in README.md beside this file, and the shares of its steps that Muon gets
-TUNED = "--max_lr 1.2e-3 --min_lr 0 --schedule wsd --warmup_steps {warmup}"
+TUNED = "--max_lr 1.2e-3 --final_lr_frac 0 --schedule wsd --warmup_steps {warmup}"
 ROWS = ("AdamW as published", "AdamW, tuned", "Muon, 42%", "Muon, 55%")
 
 
@@ -69,32 +70,6 @@ def train(name: str, flags: list[str], args: argparse.Namespace) -> dict:
     return result
 
 
-def draw(results: list[dict], path: str, tokens_per_step: int) -> None:
-    """Draw the validation losses against the tokens that were read, a curve for every run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    colors = {"AdamW as published": "tab:gray", "AdamW, tuned": "tab:blue", "Muon": "tab:red"}
-    for result in results:
-        tokens = [step * tokens_per_step / 1e6 for step in result["val"]]
-        losses = list(result["val"].values())
-        label = next(label for label in colors if result["name"].startswith(label))
-        color = colors[label]
-        if label in axes.get_legend_handles_labels()[1]:
-            label = None  # one entry for all runs of a row
-        axes.plot(tokens, losses, color=color, label=label, linewidth=1.2)
-        axes.plot(tokens[-1], losses[-1], "o", color=color, markersize=4)
-    axes.set_ylim(top=7.5)
-    axes.set_xlabel("tokens read, in millions")
-    axes.set_ylabel("validation loss, nats per token")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("data_dir")
@@ -123,7 +98,6 @@ def main() -> None:
                 results.append(train(name, flags, args))
                 last[row, steps, seed] = list(results[-1]["val"].values())[-1]
                 Path(args.out, "results.json").write_text(json.dumps(results))
-    draw(results, f"{args.out}/half_the_tokens.png", args.seq_len * args.batch_size)
     for seed in args.seeds:
         for steps in args.steps:
             published, tuned, less, half = [last[row, steps, seed] for row in ROWS]

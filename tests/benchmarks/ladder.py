@@ -71,13 +71,13 @@ def make_model(climbed: set[str]) -> type:
     """Return train_gpt2.GPT without what is not climbed yet."""
 
     class Model(train_gpt2.GPT):
-        def __init__(self, config, recompute=False):
-            super().__init__(config, recompute)
+        def __init__(self, config, recompute=False, residual_dtype=torch.float32):
+            if "bfloat16 residual" not in climbed:
+                residual_dtype = torch.float32
+            super().__init__(config, recompute, residual_dtype)
             if "padded vocabulary" not in climbed:
                 rows = nn.Parameter(self.lm_head.weight.data[: config.vocab_size].clone())
                 self.transformer.wte.weight = self.lm_head.weight = rows
-            if "bfloat16 residual" not in climbed:  # float32 into the blocks, so ever after
-                self.transformer.h[0].register_forward_pre_hook(lambda _, x: (x[0].float(), *x[1:]))
 
         def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw"):
             [optimizer] = super().configure_optimizers(weight_decay, learning_rate)
@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace, climbed: set[str], folder: Path) -> dict:
     """Return ms a step, tokens a second, MFU and peak memory of a run with these rungs climbed."""
     dtype = args.half if "16 bits" in climbed else "tf32" if "TF32" in climbed else "float32"
     auto = "auto batch size" in climbed
-    B = "auto" if auto else args.batch_size
+    B = 0 if auto else args.batch_size  # 0: what fits
     total = max(args.total_batch_size, (128 if auto else B) * args.seq_len)  # 128 is auto's most
     compiled = "--compile" if "compile" in climbed else "--no-compile"
     where = f"--data_dir {folder} --log_dir {folder}/log --overwrite"
@@ -128,14 +128,14 @@ def measure(args: argparse.Namespace, climbed: set[str], folder: Path) -> dict:
             undone.enter_context(mock.patch.object(train_gpt2, "triton", None))
         try:
             train_gpt2.main(f"{where} {what} {batch} {never}".split())
+        except torch.OutOfMemoryError:
+            return {}
         except SystemExit as end:
-            if end.code == 1:  # out of memory
-                return {}
             if end.code:
                 raise
     log = [line.split() for line in (folder / "log" / "log.txt").read_text().splitlines()]
     times = [float(value) for _, stream, value in log if stream == "dt"][args.steps // 3 :]
-    row = {"B": int(re.search(r"B (\d+) x T", printed.getvalue())[1])}
+    row = {"B": int(re.search(r"(\d+) x \d+ tokens at", printed.getvalue())[1])}
     row |= {"ms": statistics.median(times), "tok/s": 1000 * total / statistics.median(times)}
     row["loss"] = next(float(value) for _, stream, value in log[::-1] if stream == "train")
     if cuda:

@@ -22,7 +22,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "--model tiny --seq_len 64 --batch_size 12 --total_batch_size 768 --warmup_steps 100"
-RECIPE += " --max_lr 1e-3 --min_lr 1e-4 --val_every 2000 --sample_every 0 --save_every 0"
+RECIPE += " --max_lr 1e-3 --val_every 2000 --sample_every 0 --save_every 0"
 RECIPE += " --device cpu --dtype float32"
 
 
