@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-import torch
+import torch  # 2.9 or newer
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
@@ -59,8 +59,8 @@ except ImportError:
 # the model
 
 # name: (layers, heads, channels, context in tokens, peak learning rate). Names with d are shapes of
-# GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. Names with gpt3 and the learning
-# rates are from table 2.1 of GPT-3's paper; a size that it lacks has the rate of a similar one
+# GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. GPT-3's shapes and all rates are
+# those of its table 2.1 or similar (the 24 heads that it has for c2048 do not divide 2048 channels)
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),       "d6": (6, 6, 384, 1024, 6e-4),
     "d12": (12, 12, 768, 1024, 6e-4),     "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 124M
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         self.transformer = nn.ModuleDict(parts)
         self.lm_head = nn.Linear(C, padded_vocab_size, bias=False)
         # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
-        # similar meanings should have similar rows in both, and it saves 39M parameters
+        # similar meanings should have similar rows in both, and this saves 39M parameters
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
@@ -363,15 +363,15 @@ class DataLoaderLite:
 
     # Each shard is cut into windows of T inputs and one more token, the last target; what is left
     # at its end is not used. A window may hold several documents, whose tokens see each other, as
-    # in GPT-3. All processes read one common sequence of windows. Which ones a step takes does not
-    # depend on B or the number of processes. With a seed, each epoch shuffles shards and windows
+    # in GPT-3. All processes read one common sequence of windows. A step takes the same ones for
+    # every B and number of processes. With a seed, each epoch shuffles shards and windows
 
     def __init__(self, split: str, B: int, config, args, run):
         self.B = B
         self.T = args.seq_len
         self.seed = args.seed if split == "train" and args.shuffle else None
         self.run = run
-        files = sorted(Path(args.data_dir).glob(f"*{split}*"))
+        files = sorted(Path(args.data_dir).glob(f"*{split}*"))  # train or val is in their names
         self.paths = [path for path in files if path.suffix in (".npy", ".bin")]
         advice = "`python fineweb.py` makes some, `python train_gpt2.py --quickstart` needs none"
         require(self.paths, f"{args.data_dir} holds no {split} shards (.npy, .bin): {advice}")
@@ -502,7 +502,7 @@ class Run:
         return values / self.world_size
 
     def gather(self, value=None) -> list:
-        """Wait for all processes, and return the value of each, the same list in all of them."""
+        """Wait for all processes, and return the list of their values, in the order of ranks."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -760,7 +760,7 @@ def atomic_write(path: Path) -> Iterator:
 
 
 def restore(model, optimizers, scaler, window, source):
-    """Restore all that the next step depends on, but the weights, which the model already has."""
+    """Restore what the next step depends on, except the weights, which are loaded already."""
     # With the same processes, B, dtype and deterministic kernels, the run continues bit for bit. In
     # a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
     window.copy_(source["window"])
@@ -781,7 +781,7 @@ def save_checkpoint(model, optimizers, scaler, step: int, args, run, **rest):
     moments = dcp.get_optimizer_state_dict(model, optimizers, options=FULL)
     if run.rank == 0:
         if model.lm_head.weight is model.transformer.wte.weight:
-            # They were copied one by one. Give one copy both names: it is then written once
+            # Tied, but gathered as two copies: give one copy both names, to write it once
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
         checkpoint = {"model": weights, "optimizer": moments, "scaler": scaler.state_dict()}
         # config and args rebuild the model and the run
@@ -922,8 +922,8 @@ def train(args, config, source, run) -> int:
     if args.sample_every > 0:
         get_tokenizer(config.tokenizer)  # where it cannot be downloaded, fail now
 
-    # One iteration more than there are updates: each begins with the evaluation of the model after
-    # `step` updates, and the last iteration ends there
+    # One iteration more than there are updates: each first evaluates the model after `step` updates
+    # if that is due, and the last one does only that
     intervals = (args.val_every, args.hellaswag_every, args.sample_every, args.save_every)
     for step in range(start, args.max_steps + 1):
         if log.must_stop or any(is_due(step, every, args) for every in intervals):
@@ -1016,7 +1016,7 @@ FLAGS = {
         "warmup_steps": (
             int,
             None,
-            "steps of a rising rate (default: 715, fewer in a shorter run)",
+            "steps of a rising rate (default: 715, fewer in a shorter run; muon: 10)",
         ),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
         "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
@@ -1032,14 +1032,14 @@ FLAGS = {
     "precision, speed and memory": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
-        "compile": (bool, None, "use torch.compile (default: on NVIDIA GPUs)"),
+        "compile": (bool, None, "use torch.compile (default: on GPUs)"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
         "zero": ((0, 2, 3), 0, "2: shard gradients and optimizer state over GPUs, 3: weights too"),
     },
     "evaluation and checkpoints": {
         "val_every": (int, 250, "validate every this many steps, 0: never"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
-        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: 250 on NVIDIA GPUs)"),
+        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: 250, on a CPU 0)"),
         "sample_every": (int, 250, "print samples, 0: never"),
         "save_every": (int, 1000, "save every this many steps, 0: never"),
         "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
@@ -1164,7 +1164,7 @@ def fitting_batch_size(config, args, run) -> int:
 
 
 def choose_batch_size(config, args, run) -> int:
-    """Return B, the sequences in a micro-step of one process. Any B gives the same run."""
+    """Return B, the sequences in a micro-step of one process. B changes nothing but rounding."""
     if args.max_steps == 0:  # an evaluation, which has no steps to divide, and needs little memory
         return args.batch_size or 16
     T = args.seq_len
