@@ -55,8 +55,7 @@ def require(condition, message) -> None:
 
 
 def fetch() -> Path:
-    """Return the validation file beside this script, downloaded if it is not there yet. If that
-    fails, raise ConnectionError, which says what to do instead."""
+    """Return the validation file, downloaded once. Raises ConnectionError if that fails."""
     if FILE.is_file():
         return FILE
     try:
@@ -215,11 +214,11 @@ def score(
     rank=0,  # of this process, among
     world_size=1,  # processes that call this together
 ) -> Score:
+    """Return how many endings are chosen rightly. Every process of a group must call this."""
     limit = BATCH_TOKENS[torch.device(device).type]
     batches, lengths, labels = load(path, tokenizer, convention, block_size, examples, limit)
     sums = torch.zeros(lengths.numel(), device=device)  # the loss of each ending, in nats
     steps = range(0, len(batches), world_size)
-    # The bar appears after 2 seconds, in the first process, if this is a terminal (None)
     for step in tqdm(steps, convention, leave=False, delay=2, disable=rank > 0 or None):
         # The forward pass of a sharded model communicates, so all processes compute equally many
         # batches: the last one again if none is left
@@ -289,6 +288,7 @@ def run(argv) -> None:
 
 
 def main(argv=None) -> None:
+    """Run the command line, and exit with 2 after a mistake that the user can put right."""
     try:
         run(argv)
     except (UserError, OSError) as error:
