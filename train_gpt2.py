@@ -651,7 +651,8 @@ def peak_tokens_per_second(model, T: int, run):
 
 def list_checkpoints(log_dir) -> list:
     """Return the checkpoints in log_dir, oldest first. stem[6:] is the step, behind "model_"."""
-    return sorted(Path(log_dir).glob("model_[0-9]*.pt"), key=lambda path: int(path.stem[6:]))
+    paths = [path for path in Path(log_dir).glob("model_*.pt") if path.stem[6:].isdecimal()]
+    return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
 def open_log(start, vocab_size, args, run):
@@ -784,7 +785,6 @@ def save_checkpoint(model, optimizers, scaler, step: int, args, run, **rest):
             # Tied, but gathered as two copies: give one copy both names, to write it once
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
         checkpoint = {"model": weights, "optimizer": moments, "scaler": scaler.state_dict()}
-        # config and args rebuild the model and the run
         checkpoint |= {"config": asdict(model.config), "args": vars(args), "dtype": run.dtype}
         path = Path(args.log_dir, f"model_{step:05d}.pt")
         with atomic_write(path) as file:

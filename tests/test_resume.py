@@ -231,6 +231,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     assert main(*flags) == 0
     before = read_log(tmp_path / "log")
     assert list(before["train"]) == [0, 1] and list(before["val"]) == [0, 2]
+    (tmp_path / "log/model_00009_copy.pt").touch()  # a user's own file is no checkpoint
     capsys.readouterr()
     assert main(*flags) == 0
     assert "step     2/2 | val loss" in capsys.readouterr().out
