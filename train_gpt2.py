@@ -1016,7 +1016,7 @@ FLAGS = {
         "warmup_steps": (
             int,
             None,
-            "steps of a rising rate (default: 715, fewer in a shorter run; muon: 10)",
+            "steps of a rising rate (default: a third, at most 715, muon: at most 60)",
         ),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
         "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
@@ -1097,11 +1097,11 @@ def decide_args(given, source) -> Namespace:
 
     # Decide what is None. A model from a folder may have a size that is not in SIZES
     *_, context, rate = SIZES.get(args.model, SIZES["d12"])
-    # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3; a shorter run has the same share
-    warmup_steps = round(715 * min(1, args.max_steps / 19073))
+    # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3. A short run warms up for a third
+    warmup_steps = min(715, args.max_steps // 3)
     if args.optimizer == "muon":  # from measurements, see tests/benchmarks/README.md
         rate *= 10
-        warmup_steps = min(10, warmup_steps)
+        warmup_steps = min(60, warmup_steps)
     decided = {"max_lr": rate, "warmup_steps": warmup_steps, "hellaswag_every": 250}
     for flag, value in decided.items():
         if getattr(args, flag) is None:
@@ -1338,7 +1338,7 @@ class Muon(torch.optim.Optimizer):
     # values about 1, so that every direction learns. (torch.optim.Muon takes matrices one by one,
     # with a thousand kernel launches. Here those of one shape are stacked)
 
-    def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # step reads found_inf

@@ -189,15 +189,12 @@ def test_schedules_have_their_shapes():
     assert rates["wsd"][821] < 6e-4 and rates["wsd"][865] == pytest.approx(6e-5 + 5.4e-4 * 0.5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_short_run_has_a_short_warmup(optimizer):
-    """At most a third of the run, never shorter in a longer run, and 715 steps in GPT-3's recipe."""
+@pytest.mark.parametrize(("optimizer", "most"), [("adamw", 715), ("muon", 60)])
+def test_a_short_run_warms_up_for_a_third_of_it(optimizer, most):
+    """And a long one as GPT-3 does, or for Muon as long as was best in runs of 193 steps."""
     given = {"optimizer": optimizer, "device": "cpu"}
-    steps = (10, 50, 350, 2000, 19073, 100000)
-    warmups = [decide_args(given | {"max_steps": n}, {}).warmup_steps for n in steps]
-    assert warmups == sorted(warmups) and warmups[0] < warmups[-1] == warmups[-2]
-    assert all(warmup <= n / 3 for n, warmup in zip(steps, warmups, strict=True))
-    assert optimizer != "adamw" or warmups[-1] == 715
+    for n in (10, 50, 350, 19073):
+        assert decide_args(given | {"max_steps": n}, {}).warmup_steps == min(most, n // 3)
     assert decide_args(given | {"warmup_steps": 0}, {}).warmup_steps == 0, "0 is a value"
 
 
@@ -249,8 +246,8 @@ def test_updates_of_muon_are_their_formula():
             if skip:
                 p.grad[0, 0] = math.nan
                 continue
-            averages[i] = 0.95 * averages[i] + 0.05 * p.grad.double()
-            ahead = 0.95 * averages[i] + 0.05 * p.grad.double()
+            averages[i] = 0.9 * averages[i] + 0.1 * p.grad.double()
+            ahead = 0.9 * averages[i] + 0.1 * p.grad.double()
             parts = ahead.chunk(3) if p.shape == (48, 16) else [ahead]
             update = torch.cat([newton_schulz(part) for part in parts])
             scale = 0.2 * max(parts[0].shape) ** 0.5
