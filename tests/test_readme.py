@@ -11,6 +11,7 @@ from conftest import ROOT, write_shards
 
 import fineweb
 import train_gpt2
+from tests.benchmarks import price
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("tests/**/README.md"))
@@ -52,9 +53,8 @@ def test_each_command_is_run_by_a_test_or_marked():
     """A command that nobody has tried, and that does not say so."""
     found = {True: set(), False: set()}
     for line in README.splitlines():
-        codes = re.findall(r"`([^`]+)`", line)
-        if re.match("python |torchrun |next: ", line):
-            codes = [line.split("#")[0]]
+        is_command = re.match("python |torchrun |next: ", line)
+        codes = [line.split("#")[0]] if is_command else re.findall(r"`([^`]+)`", line)
         for code in codes:
             commands = re.findall(r"(?:python|torchrun\b.*?) (\w+\.py\b[^;&]*)", code)
             is_marked = "not run" in line or line.endswith(" *")
@@ -83,6 +83,12 @@ def test_links_resolve(page):
             headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert target.exists() and (not anchor or anchor in slugs), link
+
+
+def test_the_price_table_is_made_from_its_results():
+    """A line that price.py looks for was rewritten, or the table is older than its results."""
+    assert f"\n{price.make_table()}\n" in (price.HERE / "README.md").read_text("utf-8")
+    assert all(price.edit(row.edits) for row in price.ROWS)  # each old text occurs once
 
 
 def call(main, argv: list[str]):
