@@ -16,7 +16,6 @@ STYLES = {
     "adamw_tuned": ("AdamW tuned (520 steps)", "tab:blue", "-"),
     "muon": ("Muon (520 steps)", "tab:red", "-"),
     "muon50": ("Muon in half of the steps (260)", "tab:red", "--"),
-    "muon42": ("Muon in 42% of the steps (218)", "tab:red", ":"),
 }
 
 
