@@ -471,7 +471,6 @@ def find_meta(args: argparse.Namespace) -> dict:
     require(metas or not glob.glob(f"{glob.escape(args.out)}/*.npy"), foreign)
     enc = get_tokenizer(args.tokenizer)
     meta = {
-        "source": " ".join(args.files or [args.dataset]),  # for people and plots
         "tokenizer": args.tokenizer,  # this and the next two are for the trainer
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
@@ -484,8 +483,7 @@ def find_meta(args: argparse.Namespace) -> dict:
     for name, shard in meta["shards"].items():
         path = f"{args.out}/{name}"
         same = os.path.exists(path) and hash_file(path) == shard["sha256"]
-        advice = "put it back, or delete the folder to start over"
-        require(same, f"{path} is missing, or its sha256 is not meta.json's: {advice}")
+        require(same, f"{path} is missing or has another sha256: put it back, or delete the folder")
     return meta
 
 
@@ -500,17 +498,19 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     train = count_tokens(meta, "train")
     log_dir = "log/" + os.path.basename(os.path.abspath(args.out))
     flags = "--data_dir " + args.out
+    when = "next"
     seq_len = 1024  # tokens of a window; validation needs one more, as each predicts the next
     if args.tokenizer == "bytes":
         seq_len = 64
         flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
     elif train < 10**8:
+        when = "next, on a GPU (without one, use --tokenizer bytes and another --out)"
         seq_len = 256
         flags += f" --model d6 --seq_len {seq_len} --total_batch_size 16384"
         flags += f" --max_steps {4 * train // 16384 + 1} --log_dir {log_dir}"  # four epochs
     if count_tokens(meta, "val") <= seq_len:
         flags += " --val_every 0"
-    return f"next: python train_gpt2.py {flags}"
+    return f"{when}: python train_gpt2.py {flags}"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -565,7 +565,7 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_args(argv)
         meta = find_meta(args)
         if not meta["progress"]["done"]:
-            print(f"{meta['source']}: run the same command to continue if interrupted", flush=True)
+            print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")

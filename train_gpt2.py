@@ -978,7 +978,7 @@ def train(args, config, source, run) -> int:
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
-        print0(f"next: python train_gpt2.py --sample --init_from {args.log_dir} --seed 1")
+        print0(f"next: python {Path(__file__).name} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
 

@@ -608,7 +608,8 @@ def test_what_to_run_next_suits_the_amount():
         args = fineweb.parse_args(["--files", "x", "--out", "d/m", "--tokenizer", tokenizer])
         counts = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": val}}
         line = fineweb.suggest(args, {"shards": counts})
-        assert line == f"next: python train_gpt2.py {expected}"
+        assert line.endswith(f": python train_gpt2.py {expected}")
+        assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
 
 
 def test_the_command_line_as_a_user_starts_it(tmp_path):
@@ -618,4 +619,4 @@ def test_the_command_line_as_a_user_starts_it(tmp_path):
     done = subprocess.run([*command, "--tokenizer", "bytes"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert "run the same command to continue" in lines[0] and lines[-1].startswith("next: python")
+    assert "the same command continues" in lines[0] and lines[-1].startswith("next: python")
