@@ -80,7 +80,7 @@ def test_two_processes_make_the_run_of_one(start, optimizer, zero):
 def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, shards):
     """Each part of the run is made by other processes than the one before."""
     flags = ["--data_dir", shards, "--optimizer", "muon", "--schedule", "constant", "--resume"]
-    flags += ["--max_lr", 0.02, "--val_every", 3, "--batch_size", 4]
+    flags += ["--max_lr", 0.02, "--warmup_steps", 0, "--val_every", 3, "--batch_size", 4]
     assert main(*flags, "--max_steps", 12, "--log_dir", tmp_path / "a") == 0
     for max_steps, processes, zero in ((3, 2, 3), (6, 1, 0), (9, 2, 0), (12, 2, 2)):
         own = ["--max_steps", max_steps, "--zero", zero, "--log_dir", tmp_path / "b"]
