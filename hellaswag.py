@@ -50,6 +50,7 @@ class UserError(ValueError):
 
 
 def require(condition, message) -> None:
+    """Raise UserError with the message unless the condition holds."""
     if not condition:
         raise UserError(message)
 
@@ -196,8 +197,7 @@ def load(path, tokenizer, convention, block_size, examples, batch_tokens):
                 lengths[-4:] = data["characters"]
             labels.append(label)
     except (LookupError, TypeError, ValueError) as error:
-        number = len(labels) + 1
-        raise UserError(f"{path}: example {number} is not of HellaSwag ({error!r})") from error
+        raise UserError(f"{path}: example {len(labels) + 1} is malformed ({error!r})") from error
     require(labels, f"{path} holds no examples")
     return make_batches(rows, batch_tokens), torch.tensor(lengths).view(-1, 4), torch.tensor(labels)
 
