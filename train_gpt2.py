@@ -181,8 +181,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
-        # The padded rows belong to no token. linear_cross_entropy masks their logits, so they get
-        # no gradient and stay zero
+        # The padded rows belong to no token. Their logits are masked, so they stay zero
         for matrix in (self.transformer.wte.weight, self.lm_head.weight):
             matrix.data[self.config.vocab_size :] = 0
 
@@ -221,28 +220,34 @@ class GPT(nn.Module):
         betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add another one here."""
         # Matrices and embeddings decay, which keeps them small. Biases and LayerNorms do not:
         # decay would pull the scales of LayerNorms away from 1
-        hidden, embeddings, vectors = [], [], []
+        hidden, projections, embeddings, vectors = [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
             if p.dim() < 2:  # biases and LayerNorm weights
                 vectors.append(p)
-            elif ".h." in name:  # the matrices of the blocks
+            elif "c_proj" in name:  # writes into the residual stream
+                projections.append(p)
+            elif ".h." in name:  # the other matrices of the blocks
                 hidden.append(p)
             else:
                 embeddings.append(p)
         # Fused: one pass over a tensor does its whole update. (Apple's fused kernel ignores
         # found_inf, which update_weights needs)
-        settings = {"lr": learning_rate, "betas": (0.9, 0.95), "eps": 1e-8}
+        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # and PyTorch's eps, 1e-8
         settings["fused"] = vectors[0].device.type != "mps"
         no_decay = {"params": vectors, "weight_decay": 0.0}
         if optimizer == "adamw":
-            decay = {"params": [*hidden, *embeddings], "weight_decay": weight_decay}
+            decay = {"params": hidden + projections + embeddings, "weight_decay": weight_decay}
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is made for matrices that map one hidden vector to another. The
             # embeddings are tables, of which a batch uses some rows
             decay = {"params": embeddings, "weight_decay": weight_decay}
             adamw = torch.optim.AdamW([decay, no_decay], **settings)
-            return [adamw, Muon(hidden, lr=learning_rate, weight_decay=weight_decay)]
+            # All projections write into the residual stream. At first they get nearly the same
+            # gradient, so that their updates add up there, and each gets a share of the rate
+            shared = {"params": projections, "share": 1 / self.config.n_layer}
+            groups = [{"params": hidden}, shared]
+            return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
         raise UserError(f"--optimizer {optimizer}: expected adamw or muon")
 
 
@@ -486,7 +491,7 @@ class Run:
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
     @contextmanager
-    def eager(self) -> Iterator[None]:
+    def eager(self) -> Iterator:
         """Autocast without torch.compile, for inputs whose shapes change from call to call."""
         # without cuDNN's attention, which spends time on a plan for every new shape
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -559,8 +564,7 @@ def setup_run(args) -> Run:
 
 
 # -----------------------------------------------------------------------------
-# evaluation. All processes compute the same number of batches, because a model that --zero shards
-# communicates in every forward pass
+# evaluation. All processes compute equally many batches, as --zero communicates in each of them
 
 
 @torch.no_grad()
@@ -749,7 +753,6 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole ten
 @contextmanager
 def atomic_write(path: Path) -> Iterator:
     """Open a binary file for writing that appears under its name only once it is whole."""
-    # A kill or a full disk leaves a .tmp file behind
     temporary = f"{path}.tmp"
     with open(temporary, "wb") as file:
         yield file
@@ -878,7 +881,7 @@ def update_weights(optimizers, lr: float, skip: Tensor):
     """Update every parameter at this learning rate, unless `skip`, () bool, is true."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("share", 1.0)  # see configure_optimizers
         # Fused AdamW and Muon read found_inf on the device, and change nothing where it is 1. For
         # any other optimizer, Python waits until `skip` is known
         if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -935,8 +938,7 @@ def train(args, config, source, run) -> int:
         if log.must_stop or step == args.max_steps:
             break
 
-        # 1. Accumulate the gradient of total_batch_size tokens in micro-steps of B sequences, as
-        #    many as the memory has room for
+        # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences
         if args.overfit_one_batch:
             train_loader.reset()  # to the first window
         # Not model.zero_grad(): with --zero 2, model.parameters() may be gathered copies here
@@ -1083,8 +1085,7 @@ def decide_args(given, source) -> Namespace:
         defaults |= {flag: default for flag, (_, default, _) in flags.items()}
     if given.get("quickstart"):
         defaults |= QUICKSTART
-    # A resumed run, an evaluation and a sample take their flags from the run that made the source.
-    # A new run takes the model and T only
+    # A resumed run, an evaluation and a sample take all flags of the source; a new run, model and T
     taken = defaults.keys() - {"log_dir", "resume", "overwrite"}
     if "step" not in source and not given.get("sample") and given.get("max_steps") != 0:
         taken = {"model", "seq_len", *GPTConfig.__dataclass_fields__}
@@ -1334,17 +1335,16 @@ class Muon(torch.optim.Optimizer):
     # The gradient of a matrix has few large singular values and many small ones, so a step along it
     # moves the matrix in few directions. Muon averages the gradients and then makes all singular
     # values about 1, so that every direction learns. (torch.optim.Muon takes matrices one by one,
-    # with a thousand kernel launches. Here those of one shape are stacked.) A momentum of 0.95 is
-    # usual, but 0.9 ended 193 steps of GPT-2 at a loss lower by 0.04
+    # with a thousand kernel launches. Here those of one shape are stacked)
 
     def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, defaults)
         self._step_supports_amp_scaling = True  # step reads found_inf
-        self.found_inf = torch.zeros((), device=params[0].device)
+        self.found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
 
     @torch.no_grad()
-    def step(self, closure: None = None):
+    def step(self, closure=None):
         """Update every matrix, those of the same shape together."""
         # Where found_inf is 1, nothing changes: each gradient counts as its average, the rate is 0
         for group in self.param_groups:
@@ -1357,7 +1357,8 @@ class Muon(torch.optim.Optimizer):
                     if isinstance(p, DTensor):  # every process keeps its part of the update
                         layout = (p.device_mesh, p.placements)
                         update = distribute_tensor(update, *layout, src_data_rank=None)
-                    p.mul_(1 - rate * group["weight_decay"]).sub_(update)
+                    p.mul_(1 - rate * group["weight_decay"])
+                    p.sub_(update)
 
     def average_gradient(self, p: Tensor, momentum: float) -> Tensor:
         """Add p's gradient to its running average, and return the direction of the step."""

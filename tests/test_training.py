@@ -204,7 +204,8 @@ def test_a_short_run_warms_up_for_a_third_of_it(optimizer, most):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_one_optimizer(optimizer):
-    """Matrices and embeddings decay, vectors do not, and Muon gets the blocks' matrices only."""
+    """Matrices and embeddings decay, vectors do not. Muon gets the blocks' matrices only, and of
+    the rate those that write into the residual stream get 1 / n_layer."""
     with torch.device("meta"):
         model = GPT(GPTConfig())
         optimizers = model.configure_optimizers(0.3, 6e-4, optimizer)
@@ -219,6 +220,8 @@ def test_every_parameter_has_one_optimizer(optimizer):
             assert isinstance(one, Muon) == in_muon, updated[-1]
             assert group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0), updated[-1]
             assert in_muon or (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
+            is_shared = in_muon and "c_proj" in updated[-1]
+            assert group.get("share", 1) == (1 / 12 if is_shared else 1), updated[-1]
     assert sorted(updated) == sorted(names.values()) and len(updated) == 148
 
 
@@ -232,12 +235,13 @@ def newton_schulz(matrix):
 
 
 def test_updates_of_muon_are_their_formula():
-    """Nesterov's momentum, decoupled decay, a scale of 0.2 sqrt(longer side), and three matrices in
-    c_attn. Where found_inf is 1, the step changes neither weights nor momentum."""
+    """Nesterov's momentum, decoupled decay, a scale of 0.2 sqrt(longer side), three matrices in
+    c_attn, and a group's share. Where found_inf is 1, neither weights nor momentum change."""
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    muon = Muon(params, lr=0.5, weight_decay=0.1)
+    groups = [{"params": params[:3]}, {"params": params[3:], "share": 0.25}]
+    muon = Muon(groups, lr=0.5, weight_decay=0.1)
     expected = [p.detach().double() for p in params]
     averages = [torch.zeros_like(p) for p in expected]
     for lr, skip in ((0.02, False), (0.01, True), (0.03, False)):
@@ -251,7 +255,8 @@ def test_updates_of_muon_are_their_formula():
             parts = ahead.chunk(3) if p.shape == (48, 16) else [ahead]
             update = torch.cat([newton_schulz(part) for part in parts])
             scale = 0.2 * max(parts[0].shape) ** 0.5
-            expected[i] = expected[i] * (1 - lr * 0.1) - lr * scale * update
+            rate = lr if i < 3 else 0.25 * lr
+            expected[i] = expected[i] * (1 - rate * 0.1) - rate * scale * update
         train_gpt2.update_weights([muon], lr, torch.tensor(skip))
         for p, q, average in zip(params, expected, averages, strict=True):
             torch.testing.assert_close(p.detach().double(), q, atol=1e-5, rtol=0)
