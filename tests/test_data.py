@@ -20,8 +20,7 @@ GOLDEN_ORDER = [74, 66, 50, 58, 24, 40, 8, 16]  # seed 1337, shards of 50, 37 an
 
 def make_shards(folder, sizes) -> Path:
     """Write shards in which no token stands twice: token i of the data is i."""
-    ends = np.cumsum(sizes)
-    for i, (n, end) in enumerate(zip(sizes, ends, strict=True)):
+    for i, (n, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
         np.save(Path(folder, f"x_train_{i}.npy"), np.arange(end - n, end, dtype=np.uint16))
     return folder
 

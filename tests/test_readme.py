@@ -75,8 +75,7 @@ def test_each_flag_exists():
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_links_resolve(page):
     """A file that was moved, a heading that was renamed."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)]+)\)", text):
+    for link in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text("utf-8")):
         path, _, anchor = link.partition("#")
         if "://" not in link:
             target = (ROOT / page).parent / path if path else ROOT / page

@@ -13,9 +13,8 @@ HERE = Path(__file__).resolve().parent
 # name of a log, without .log.txt: (label, color, line style)
 STYLES = {
     "adamw": ("AdamW as published (520 steps)", "tab:gray", "-"),
-    "adamw_tuned": ("AdamW tuned (520 steps)", "tab:blue", "-"),
+    "adamw_tuned": ("AdamW tuned (1,000 steps)", "tab:blue", "-"),
     "muon": ("Muon (520 steps)", "tab:red", "-"),
-    "muon50": ("Muon in half of the steps (260)", "tab:red", "--"),
 }
 
 

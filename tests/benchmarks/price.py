@@ -59,7 +59,7 @@ SCORES = (
     "(q @ k.mT / hs**0.5).masked_fill(torch.ones(T, T, device=x.device).triu(1) > 0, -math.inf)"
 )
 FUSED = 'settings["fused"] = vectors[0].device.type != "mps"'
-OWN_MUON = "Muon(hidden, lr=learning_rate, weight_decay=weight_decay)"
+OWN_MUON = "Muon(groups, lr=learning_rate, weight_decay=weight_decay)"
 THEIRS = f"torch.optim.{OWN_MUON[:-1]}, momentum=0.9, adjust_lr_fn='match_rms_adamw')"
 TIE = "self.lm_head.weight = self.transformer.wte.weight"
 ADAMW = "--optimizer adamw --max_lr 4e-3 --schedule wsd --final_lr_frac 0 --warmup_steps 52"  # the best tried
@@ -163,6 +163,12 @@ ROWS = [
         "Nesterov's momentum",
         [("# Nesterov's momentum", "ahead = gradient.lerp")],
         edits=(("ahead = gradient.lerp(average, momentum)", "ahead = average.clone()"),),
+        measures="loss",
+    ),
+    Row(
+        "a share of the rate for projections, vectors",
+        [('elif "c_proj.w', "projections.append"), ("# All layers write", "share = {")],
+        edits=(('"share": 1 / self.config.n_layer', '"share": 1.0'),),
         measures="loss",
     ),
     Row(
