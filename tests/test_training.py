@@ -48,7 +48,7 @@ def test_ten_golden_losses(tmp_path, shards):
 
 
 def test_the_validation_loss_falls_with_muon(tmp_path, shards):
-    log = train(tmp_path / "log", shards, "--max_steps 60 --max_lr 0.01 --optimizer muon")
+    log = train(tmp_path, shards, "--optimizer muon --max_steps 60 --max_lr 0.01 --val_every 60")
     assert log["val"][60] < 0.5 * log["val"][0]
 
 
