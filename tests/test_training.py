@@ -219,7 +219,7 @@ def test_every_parameter_has_one_optimizer(optimizer):
             assert group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0), updated[-1]
             assert in_muon or (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
             is_shared = optimizer == "muon" and (p.dim() == 1 or "c_proj" in updated[-1])
-            assert group.get("share", 1) == (1 / 12 if is_shared else 1), updated[-1]
+            assert group.get("lr_share", 1) == (1 / 12 if is_shared else 1), updated[-1]
     assert sorted(updated) == sorted(names.values()) and len(updated) == 148
 
 
@@ -238,7 +238,7 @@ def test_updates_of_muon_are_their_formula():
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    muon = Muon([{"params": params[:3]}, {"params": params[3:], "share": 0.25}], 0.5, 0.1)
+    muon = Muon([{"params": params[:3]}, {"params": params[3:], "lr_share": 0.25}], 0.5, 0.1)
     expected = [p.detach().double() for p in params]
     averages = [torch.zeros_like(p) for p in expected]
     for lr, skip in ((0.02, False), (0.01, True), (0.03, False)):

@@ -168,7 +168,7 @@ ROWS = [
     Row(
         "a share of the rate for projections, vectors",
         [('elif "c_proj.w', "projections.append"), ("# All layers write", "share = {")],
-        edits=(('"share": 1 / self.config.n_layer', '"share": 1.0'),),
+        edits=(('"lr_share": 1 / self.config.n_layer', '"lr_share": 1.0'),),
         measures="loss",
     ),
     Row(
