@@ -324,24 +324,27 @@ def show(values, places: int, unit="") -> str:
     return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]])) + (unit if texts else "")
 
 
+def newest(results, row: str, kind: str) -> list:
+    """Return all results of a kind for a row, with the last version of the script that has any."""
+    mine = [result for result in results if result["row"] == row and kind in result]
+    return [result[kind] for result in mine if result["script"] == mine[-1]["script"]]
+
+
 def make_table() -> str:
-    """Return a row of Markdown for each mechanism, from its results with the last version of the
-    script for which there are any."""
+    """Return a row of Markdown for each mechanism."""
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     lines = [
         "| without | its lines | ms a step | tokens a second | GiB | nats |",
         "|" + " --- |" * 6,
     ]
     for row in ROWS:
-        mine = [result for result in results if result["row"] == row.name]
-        mine = [result for result in mine if result["script"] == mine[-1]["script"]]
-        pairs = [result["speed"] for result in mine if "speed" in result]
+        pairs = newest(results, row.name, "speed")
         fitting = [(before, after) for before, after in pairs if after]
         ms = [after[0] - before[0] for before, after in fitting]
         share = [100 * (before[0] / after[0] - 1) for before, after in fitting]
         peak = [after[1] - before[1] for before, after in fitting]
         nats = []
-        for before, after in (result["loss"] for result in mine if "loss" in result):
+        for before, after in newest(results, row.name, "loss"):
             nats += [b - a for a, b in zip(before, after, strict=True)]
         cells = [row.name, str(count_lines(row.spans) or ""), show(ms, 1), show(share, 0, "%")]
         cells += [show(peak, 1), show(nats, 3)]
