@@ -243,7 +243,7 @@ class GPT(nn.Module):
             # embeddings are tables, of which a batch uses some rows
             decay = {"params": embeddings, "weight_decay": weight_decay}
             # All layers write into one residual stream, where updates and rounding errors add up.
-            # With a share of 0.2, equal runs differed by 0.12 within 20 steps, and with 1/12 by 0.007
+            # At 0.2 of the rate equal runs differed by 0.12 within 20 steps, and at 1/12 by 0.007
             share = {"lr_share": 1 / self.config.n_layer}
             adamw = torch.optim.AdamW([decay, no_decay | share], **settings)
             groups = [{"params": hidden}, {"params": projections} | share]

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_shards
 
-import fineweb
 import train_gpt2
 from tests.benchmarks import price
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("tests/**/README.md"))
-SCRIPTS = {"train_gpt2.py": train_gpt2, "fineweb.py": fineweb}
 SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_tokens 4"
 # Commands in an order in which they can be run, each with flags that make it small
 RUNS = {
@@ -36,6 +34,8 @@ RUNS = {
 }
 FINE_TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
 NOT_RUN = {"fineweb.py", "fineweb.py --name sample-100BT --out big --part 3/128"}  # downloads
+FIRST = "--data_dir edu_small --log_dir log/first --max_steps 1000 --optimizer muon"
+NOT_RUN |= {"fineweb.py --max_tokens 600000000 --out edu_small", f"train_gpt2.py {FIRST}"}
 NOT_RUN |= {"hellaswag.py -m gpt2 -d cuda", "train_gpt2.py --model d72 --zero 3 --recompute"}
 NOT_RUN |= {f"train_gpt2.py {FINE_TUNE} --max_steps 55 --max_lr 3e-5"}
 # Rows of "How to change things": flags, and for each code the text behind (>) or before (<) which it
@@ -107,7 +107,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
     Path("texts/1.txt").write_text("A text of many words. " * 500)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
-        call(SCRIPTS[script].main, argv)
+        call(importlib.import_module(script.removesuffix(".py")).main, argv)
     assert Path("folder", "model.safetensors").is_file() and Path("log", "model_00002.pt").is_file()
 
 
