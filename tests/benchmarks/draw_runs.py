@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 HERE = Path(__file__).resolve().parent
 # name of a log, without .log.txt: (label, color, line style)
 STYLES = {
-    "adamw": ("AdamW as published", "tab:gray", "-"),
+    "adamw": ("AdamW as published, 350 steps", "tab:gray", "-"),
     "adamw_tuned": ("AdamW tuned", "tab:blue", "-"),
     "muon": ("Muon", "tab:red", "-"),
     "muon_500": ("Muon, 500 steps", "tab:red", "--"),
