@@ -44,7 +44,8 @@ def draw(logs: list[Path], png: str) -> None:
     panels[1].set(ylabel="HellaSwag, acc_norm", ylim=(0.22, 0.31))
     for y, text in ((0.2955, "OpenAI's GPT-2 124M, 0.2955"), (0.25, "guessing, 0.25")):
         panels[1].axhline(y, color="0.4", linestyle="--")
-        panels[1].text(0, y + 0.002, text, color="0.4")
+        place = panels[1].get_yaxis_transform()  # x from 0 to 1
+        panels[1].text(0.99, y - 0.004, text, color="0.4", ha="right", transform=place)
     for panel in panels:
         panel.set_xlabel("tokens read, in millions")
         panel.grid(alpha=0.3)
