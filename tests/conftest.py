@@ -23,7 +23,10 @@ import torch
 import train_gpt2
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data"))
+DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data")).resolve()
+needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
+if DATA.exists():  # GPT-2's tokenizer is there, and need not be downloaded
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(DATA / "tiktoken_cache")
 
 # 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
 TINY = (2, 2, 32, 16, 1e-2)

@@ -18,19 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import DATA, ROOT
+from conftest import ROOT, needs_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-if (Path(DATA) / "tiktoken_cache").exists():
-    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(Path(DATA) / "tiktoken_cache"))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import fineweb
 
-needs_gpt2 = pytest.mark.skipif(
-    "TIKTOKEN_CACHE_DIR" not in os.environ, reason=f"needs GPT-2's BPE: {DATA}/tiktoken_cache"
-)
 exact = settings(deadline=None, derandomize=True, database=None)
 fork = multiprocessing.get_context("fork")
 
@@ -248,7 +243,7 @@ def test_changed_files_are_refused(change, chunks, tmp_path, capsys):
 CHANGES = ["shard_size 2600", "val_share 0.2", "val_tokens 1000", "max_tokens 9000"]
 
 
-@pytest.mark.parametrize("option", [*CHANGES, pytest.param("tokenizer gpt2", marks=needs_gpt2)])
+@pytest.mark.parametrize("option", [*CHANGES, pytest.param("tokenizer gpt2", marks=needs_data)])
 def test_changed_options_are_refused(option, tmp_path, capsys):
     """The line names the option and the value."""
     files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS), tmp_path / "out"
@@ -400,7 +395,7 @@ def test_validation_is_dealt_by_documents(tmp_path):
 # -------------------- texts to tokens
 
 
-@needs_gpt2
+@needs_data
 def test_the_tokenizers(monkeypatch):
     """There are two. A token of "bytes" is a byte. uint16 holds no vocabulary beyond 65,536."""
     enc = fineweb.get_tokenizer("gpt2")
@@ -419,7 +414,7 @@ def test_the_tokenizers(monkeypatch):
 PIECES = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
 
 
-@needs_gpt2
+@needs_data
 @settings(exact, max_examples=150)
 @given(st.lists(PIECES, min_size=1, max_size=6), st.integers(70, 120))
 def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
@@ -447,7 +442,7 @@ def test_where_batches_and_pieces_end(tmp_path, monkeypatch):
     assert [list(fineweb.cut("g" * n)) for n in (0, 300)] == [[""], ["g" * 250, "g" * 50]]
 
 
-@needs_gpt2
+@needs_data
 def test_a_million_blanks_and_a_quoted_endoftext():
     """Blanks without a place to cut are cut all the same; <|endoftext|> in a text is characters."""
     text = "word" + " " * 10**6 + "word"

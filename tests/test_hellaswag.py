@@ -16,7 +16,7 @@ import pytest
 import tiktoken
 import torch
 import torch.distributed as dist
-from conftest import DATA, ROOT
+from conftest import DATA, ROOT, needs_data
 from torch.nn import functional as F
 
 import hellaswag
@@ -89,11 +89,10 @@ def test_choices_are_those_of_one_row_at_a_time(convention, block_size, tmp_path
     assert agree < 55 and whole[0] != whole[1] and (block_size == 1024 or choices not in whole)
 
 
-@pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
+@needs_data
 @pytest.mark.parametrize("convention", CONVENTIONS)
-def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention, monkeypatch):
+def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
     """The harness cleans texts and encodes the whole at once; tokens in two parts are the same."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
     gpt2 = tiktoken.get_encoding("gpt2")
     context, endings = EGG["ctx"], [f" {ending}" for ending in EGG["endings"]]
     if convention == "harness":  # no marks; one at the end of the context leaves a space
@@ -178,11 +177,11 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
 
 
 @pytest.mark.slow
+@needs_data
 def test_command_line(tmp_path, monkeypatch, capsys):
     """One process and two print the same two lines; a mistake is one line and status 2."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.jsonl", make_examples(9))
     for size in (50257, 50256):

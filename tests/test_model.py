@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import DATA, make_run
+from conftest import DATA, make_run, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -290,10 +290,9 @@ def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (DATA / "tiktoken_cache").is_dir(), reason="needs GPT-2's merges")
-def test_the_exported_tokenizer_is_gpt_2s(tmp_path, monkeypatch):
+@needs_data
+def test_the_exported_tokenizer_is_gpt_2s(tmp_path):
     """It splits a play and odd characters into the same tokens as tiktoken."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(DATA / "tiktoken_cache"))
     train_gpt2.export_tokenizer(GPTConfig(), str(tmp_path))
     ours = train_gpt2.get_tokenizer("gpt2")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
