@@ -1318,7 +1318,7 @@ if triton:
             p = p.to(logits.dtype.element_ty)
             tl.store(row + columns, p, columns < padded_V, eviction_policy="evict_first")
         # 3. Subtract 1 at the target. The barrier comes first, because another thread may have
-        #    stored this element in 2.
+        #    stored this element in 2
         tl.debug_barrier()
         p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
         tl.store(at_target, p.to(logits.dtype.element_ty))
