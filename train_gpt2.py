@@ -430,7 +430,7 @@ SCHEDULES = {
     "cosine": lambda t: 0.5 * (1 + math.cos(math.pi * t)),
     "linear": lambda t: 1 - t,
     "constant": lambda t: 1.0,
-    "wsd": lambda t: 1 - math.sqrt(max(0, 2.5 * t - 1.5)),  # constant for three fifths
+    "wsd": lambda t: 1 - math.sqrt(max(0, 5 * t - 4)),  # constant until the last fifth
 }
 
 

@@ -63,7 +63,7 @@ FUSED = 'settings["fused"] = vectors[0].device.type != "mps"'
 OWN_MUON = "Muon(groups, lr=learning_rate, weight_decay=weight_decay)"
 THEIRS = f"torch.optim.{OWN_MUON[:-1]}, momentum=0.9, adjust_lr_fn='match_rms_adamw')"
 TIE = "self.lm_head.weight = self.transformer.wte.weight"
-# the best settings tried, when wsd still fell over the last fifth
+# the best settings tried
 ADAMW = "--optimizer adamw --max_lr 4e-3 --schedule wsd --final_lr_frac 0 --warmup_steps 52"
 
 ROWS = [
