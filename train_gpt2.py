@@ -1098,7 +1098,7 @@ def decide_args(given, source) -> Namespace:
     *_, context, rate = SIZES.get(args.model, SIZES["d12"])
     # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3. A short run warms up for a third
     warmup_steps = min(715, args.max_steps // 3)
-    if args.optimizer == "muon":  # from measurements, see tests/benchmarks/README.md
+    if args.optimizer == "muon":
         rate *= 10
         warmup_steps = min(60, warmup_steps)
     decided = {"max_lr": rate, "warmup_steps": warmup_steps, "hellaswag_every": 250}
