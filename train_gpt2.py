@@ -1013,11 +1013,7 @@ FLAGS = {
     },
     "optimizer": {
         "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the flags below"),
-        "warmup_steps": (
-            int,
-            None,
-            "steps of a rising rate (default: a third, at most 715, muon: at most 60)",
-        ),
+        "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715, muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
         "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
         "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: wsd)"),
