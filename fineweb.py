@@ -12,41 +12,36 @@ shards are byte for byte those of an unbroken run. "From tokens to shards", belo
 
 import argparse
 import ast
-import functools
 import glob
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import lzma
-import multiprocessing
 import os
-import platform
 import re
 import signal
 import sys
-import sysconfig
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from itertools import islice
+from multiprocessing import connection, get_context
 from pathlib import Path
-from threading import Thread
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
-META_VERSION = 6  # raised whenever a folder of an older version cannot be continued
+META_VERSION = 7  # raised whenever a folder of an older version cannot be continued
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
 OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
-EOT = "<|endoftext|>"
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of .txt in a batch: ~0.06 s of work for a worker
-ROWS = 128  # rows of a .parquet file in a batch: ~0.6 MB of FineWeb
-PIECE = 2**13  # tokens: a longer document is divided between the splits in pieces of this length
+GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
+ROWS = 128  # rows of such a batch: ~0.6 MB of FineWeb
 
 
 class UserError(ValueError):
@@ -69,13 +64,15 @@ def naming(place: str) -> Iterator[None]:
         raise UserError(f"{place}: {kind}{error}") from error
 
 
-@contextmanager
-def atomic_write(path: str | Path) -> Iterator[io.BufferedWriter]:
-    """Open a binary file for writing that appears under its name only once it is whole."""
+def write_file(path: str, content: np.ndarray | dict) -> None:
+    """Write a shard, or a meta.json. It appears under its name only once it is whole."""
     # With the process's number: two runs on one folder must not share a temporary file
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = f"{path}.{os.getpid()}.unfinished"
     with open(temporary, "wb") as file:
-        yield file
+        if isinstance(content, dict):
+            file.write(json.dumps(content, indent=1).encode())
+        else:
+            np.save(file, content)
         file.flush()
         os.fsync(file.fileno())  # or a power failure could leave the name without the content
     os.replace(temporary, path)
@@ -87,18 +84,17 @@ def hash_file(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@functools.cache
+@lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256)."""
     require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
-        hint = "set TIKTOKEN_CACHE_DIR to a copy of another machine's, or use --tokenizer bytes"
-        with naming(f"GPT-2's vocabulary cannot be downloaded ({hint})"):
+        with naming("GPT-2's vocabulary cannot be downloaded (TIKTOKEN_CACHE_DIR may hold a copy)"):
             enc = tiktoken.get_encoding("gpt2")
     else:
         ranks = {bytes([byte]): byte for byte in range(256)}
         pattern = r"(?s).{1,64}"  # bytes never merge, so any pieces do, and short ones are fast
-        options = {"mergeable_ranks": ranks, "special_tokens": {EOT: 256}}
+        options = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 256}}
         enc = tiktoken.Encoding(name, pat_str=pattern, **options)
     # Larger tokens would wrap around in a shard's uint16, without an error
     require(enc.n_vocab <= 2**16, f"{name} has {enc.n_vocab:,} tokens: expected at most {2**16:,}")
@@ -107,20 +103,26 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 # --------------------------------------------------------------------------------------------------
 # sources: which files there are, and the batches of texts in them.
-# The main process reads for all workers, so it only cuts files into batches. A batch is a call that
-# a worker will make: parse_lines with some lines, for example. It returns texts. The first of them
-# continues the last document of the batch before, or is empty; each other one is a new document.
+# The main process cuts files into batches. A batch is a call that a worker will make: parse_lines
+# with some lines, or read_group, which reads a row group from the disk or the hub. It gives texts.
+# The first one continues the last document of the batch before, or is empty; each other one is a
+# new document.
 
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
     """Return the dataset's files in order: {address: what changes when its content changes}."""
     if args.dataset == "pydocs":
-        return {"pydocs": [platform.python_version()]}
+        return {"pydocs": [sys.version.split()[0]]}
     # Addresses on the hub name a commit: hf://datasets/NAME@COMMIT/sample/10BT/000_00000.parquet.
     # All starts and all parts in a folder read the commit of the first one
     if args.dataset and metas:
         return next(iter(metas.values())).get("files", {})
-    files = find_local(args.files or [])
+    paths = {}
+    for pattern in args.files or []:
+        matches = sorted(glob.glob(pattern, recursive=True))
+        require(matches, f"--files {pattern}: there is no such file")
+        paths |= {os.path.realpath(path): path for path in matches}  # a file may have two names
+    files = {p: [os.path.getsize(p), os.stat(p).st_mtime_ns] for p in sorted(paths.values())}
     if args.dataset:
         files = {address: [] for address in find_on_hub(args.dataset, args.name)}
     for address in files:
@@ -129,41 +131,26 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
     return files
 
 
-def find_local(patterns: list[str]) -> dict[str, list]:
-    """Return {path: [size in bytes, date in ns]} of the files that match, sorted by path."""
-    found = {}
-    for pattern in patterns:
-        matches = sorted(glob.glob(pattern, recursive=True))
-        require(matches, f"--files {pattern}: there is no such file")
-        for path in matches:
-            found.setdefault(os.path.realpath(path), path)  # one file may have many spellings
-    stats = {path: os.stat(path) for path in sorted(found.values())}
-    return {path: [stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
-
-
 def find_on_hub(dataset: str, name: str | None) -> list[str]:
     """Return the addresses of the training files of a dataset on the Hugging Face hub."""
     import datasets  # takes seconds, so only here
 
-    hint = f"{datasets.config.HF_ENDPOINT} cannot be reached or has no such dataset (HF_ENDPOINT"
-    hint += " sets the address, --files 'folder/**/*.parquet' reads a folder)"
-    with naming(f"--dataset {dataset}: {hint}"):
-        builder = datasets.load_dataset_builder(dataset, name)
-        return list(builder.config.data_files["train"])
+    hint = f"cannot be read from HF_ENDPOINT {datasets.config.HF_ENDPOINT} (--files reads a folder)"
+    with naming(f"--dataset {dataset} {hint}"):
+        return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
 
 
 def read_file(address: str, text_key: str) -> Iterator[partial]:
     """Yield the batches of a file."""
-    if address == "pydocs":
-        yield partial(list, ["", *read_pydocs()])
-        return
-    with naming(f"{address}, --text_key {text_key}"), open_file(address) as file:
-        if re.search(r"\.txt(\.\w+)?$", address):
-            yield from read_txt(file)
+    with naming(address):
+        if address == "pydocs":
+            yield partial(list, ["", *read_pydocs()])
         elif address.endswith(".parquet"):
-            yield from read_parquet(file, text_key)
+            yield from read_parquet(address, text_key)
+        elif re.search(r"\.txt(\.\w+)?$", address):
+            yield from read_txt(open_file(address))
         else:
-            yield from read_jsonl(file, text_key)
+            yield from read_jsonl(open_file(address), text_key)
 
 
 def open_file(address: str) -> io.BufferedIOBase:
@@ -171,34 +158,46 @@ def open_file(address: str) -> io.BufferedIOBase:
     if "://" in address:
         import fsspec
 
-        file = fsspec.open(address, "rb").open()
+        system, path = fsspec.url_to_fs(address)
+        # What is read in order is fetched ahead. Of a .parquet file, just the texts are fetched
+        cache = "none" if address.endswith(".parquet") else "readahead"
+        file = system.open(path, "rb", cache_type=cache)
     else:
         file = open(address, "rb")  # noqa: SIM115
-    if address.endswith(".gz"):
-        return gzip.open(file)
-    if address.endswith(".xz"):
-        return lzma.open(file)
     if address.endswith(".zst"):
         import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
         return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-    return file
+    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(address[-3:])
+    return unpack(file) if unpack else file
 
 
-def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a file of rows, as Arrow arrays, which are sent to a worker fast."""
+@lru_cache(1)
+def open_parquet(address: str):
+    """Return an open file of rows, which a process keeps: on the hub, opening takes a second."""
     from pyarrow import parquet
 
-    for rows in parquet.ParquetFile(file).iter_batches(ROWS, columns=[text_key]):
-        yield partial(parse_rows, rows.column(text_key))
+    # The buffer holds the texts of FineWeb's row groups, so that each of them is one request
+    return parquet.ParquetFile(open_file(address), buffer_size=2**24)  # bytes
 
 
-def parse_rows(rows) -> list[str]:
-    """Return the texts of an Arrow array."""
-    texts = ["", *rows.to_pylist()]
-    for text in texts:
-        require(isinstance(text, str), f"expected a text, found {type(text)}")
-    return texts
+def read_parquet(address: str, text_key: str) -> Iterator[partial]:
+    """Yield the batches of a file of rows: its row groups, which in FineWeb have 1,000 rows."""
+    open_parquet.cache_clear()  # in an earlier call of main, another file may have had this name
+    file = open_parquet(address)
+    for group in range(file.num_row_groups):
+        if file.metadata.row_group(group).total_byte_size <= GROUP_SIZE:
+            yield partial(read_group, address, text_key, group)
+        else:  # pandas writes a million rows as one group: too many for a worker's memory
+            for rows in file.iter_batches(ROWS, [group], [text_key]):
+                yield partial(list, ["", *rows.column(text_key).to_pylist()])
+
+
+def read_group(address: str, text_key: str, group: int) -> Iterator[str]:
+    """Yield the texts of a row group, which the process that tokenizes them reads itself."""
+    yield ""
+    for rows in open_parquet(address).iter_batches(ROWS, [group], [text_key]):
+        yield from rows.column(text_key).to_pylist()
 
 
 def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
@@ -213,13 +212,11 @@ def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
     """Return the texts of the lines that are not blank; the first line has this number."""
     texts = [""]
     for number, line in enumerate(lines, first):
-        if line.isspace():
-            continue
         with naming(f"line {number}"):
-            text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips a byte order mark
-            require(isinstance(text, str), f"expected a text, found {type(text)}")
-        # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-        texts.append(re.sub("[\ud800-\udfff]", "\ufffd", text))
+            if not line.isspace():
+                text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
+                # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
+                texts.append(re.sub("[\ud800-\udfff]", "\ufffd", text))
     return texts
 
 
@@ -227,15 +224,12 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     """Yield the batches of one document, which may be larger than the memory."""
     yield partial(list, ["", ""])
     rest = ""
-    line = 1
-    while block := b"".join(file.readlines(BATCH_SIZE)):
-        try:
-            *pieces, rest = cut(rest + block.decode("utf-8-sig"))
-        except UnicodeDecodeError as error:
-            line += block.count(b"\n", 0, error.start)
-            raise UserError(f"line {line}: {error}") from error
-        line += block.count(b"\n")
+    number = 1
+    while lines := file.readlines(BATCH_SIZE):
+        with naming(f"from line {number} on"):
+            *pieces, rest = cut(rest + b"".join(lines).decode("utf-8-sig"))
         yield from (partial(list, [piece]) for piece in pieces)
+        number += len(lines)
     yield partial(list, [rest])
 
 
@@ -246,15 +240,25 @@ def read_pydocs() -> Iterator[str]:
     # Leave out tests, tables and whole applications
     skip = r"tests?|.*_tests?|(site|dist)-packages|idlelib|lib2to3|turtledemo|encodings|pydoc_data"
     paths = []
-    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+    for folder, subfolders, names in os.walk(os.path.dirname(os.__file__)):
         subfolders[:] = [name for name in subfolders if not re.fullmatch(skip, name)]
         paths += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     texts = [topics[name] for name in sorted(topics)]
     for path in sorted(paths):
         tree = ast.parse(Path(path).read_bytes())  # the module is parsed, and never imported
-        module = os.path.basename(path).removesuffix(".py")
-        texts.append("\n\n".join(find_docstrings(tree, module)))
-    yield from (text for text in clean(texts) if len(text) > 200)  # shorter says nothing
+        texts.append("\n\n".join(find_docstrings(tree, Path(path).stem)))
+    # Drop what came before: topics quote each other, and validation needs text of its own
+    seen = set()
+    for text in texts:
+        text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- ")).strip("\n")
+        new = []
+        for paragraph in map(str.rstrip, re.split(r"\n\s*\n", text)):
+            if len(paragraph) < 60 or paragraph not in seen:
+                new.append(paragraph)
+            seen.add(paragraph)
+        text = "\n\n".join(new) + "\n"
+        if len(text) > 200:  # shorter says nothing
+            yield text
 
 
 def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
@@ -264,21 +268,6 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
     for child in node.body:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from find_docstrings(child, f"{name}.{child.name}")
-
-
-def clean(texts: Iterable[str]) -> Iterator[str]:
-    """Make quotes and dashes plain, and drop paragraphs that came before."""
-    # The topics quote each other, and no model shall be validated on its training text
-    seen = set()
-    for text in texts:
-        text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- "))
-        new = []
-        for paragraph in re.split(r"\n\s*\n", text.strip("\n")):
-            paragraph = paragraph.rstrip()
-            if len(paragraph) < 60 or paragraph not in seen:
-                new.append(paragraph)
-            seen.add(paragraph)
-        yield "\n\n".join(new) + "\n"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,12 +291,11 @@ def cut(text: str) -> Iterator[str]:
 
 def read_batches(files: list[str], text_key: str, position: list[int]) -> Iterator[tuple]:
     """Yield ([file, batch], the file's address, batch), beginning at the position."""
-    first_file, first_batch, _ = position
-    for k in range(first_file, len(files)):
+    for k in range(position[0], len(files)):
         # What is in a batch depends on the file alone: a position means the same in every run
-        batches = enumerate(read_file(files[k], text_key))
-        for number, batch in itertools.islice(batches, first_batch * (k == first_file), None):
-            yield [k, number], files[k], batch
+        for number, batch in enumerate(read_file(files[k], text_key)):
+            if [k, number] >= position[:2]:
+                yield [k, number], files[k], batch
 
 
 def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
@@ -316,35 +304,58 @@ def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
     parts = []
     with naming(address):
         for text in batch():
+            require(isinstance(text, str), f"expected a text, found {type(text)}")
             parts.append([enc.eot_token])
             # Where a text quotes <|endoftext|>, these are characters like others, not the token
             parts += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
-    return np.concatenate(parts[1:]).astype(np.uint16)
+    return np.concatenate(parts[1:], dtype=np.uint16, casting="unsafe")  # from uint32
 
 
-def start_worker() -> None:
-    """Let this worker end with the main process, and not before it."""
+def work(pipe: connection.Connection, tokenizer: str) -> None:
+    """Encode the batches that arrive by a pipe, in a process of its own."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
-    # It cannot end its workers if it is killed, and they would wait for batches for ever
-    main_process = multiprocessing.parent_process()
-    Thread(target=lambda: (main_process.join(), os._exit(1)), daemon=True).start()
+    answer = None  # the first one says that this worker is ready
+    with suppress(EOFError, OSError):  # the main process has ended, in whatever way
+        while True:
+            pipe.send(answer)
+            try:
+                answer = encode(tokenizer, *pipe.recv())
+            except UserError as error:
+                answer = error
 
 
-def tokenize(batches: Iterable[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
+def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
     """Yield ([file, batch], tokens) of all batches, in order, encoded by this many processes."""
     if workers == 1:
         yield from ((place, encode(tokenizer, *batch)) for place, *batch in batches)
         return
-    waiting = deque()  # in the order of the documents
+    busy = {}  # {pipe to a worker: [place, None] of its batch}, the oldest batch first
     # Processes, as Python's lock limits threads. A fork would copy the locks of libraries' threads
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as pool:
-        for place, *batch in batches:
-            waiting.append((place, pool.submit(encode, tokenizer, *batch)))
-            # Enough that no worker waits while a shard is written, and far less than the corpus
-            if len(waiting) > 8 * workers:
-                place, tokens = waiting.popleft()
-                yield place, tokens.result()
-        yield from ((place, tokens.result()) for place, tokens in waiting)
+    context = get_context("spawn")
+    for _ in range(workers):
+        pipe, other = context.Pipe()
+        context.Process(target=work, args=(other, tokenizer), daemon=True).start()
+        other.close()  # now the worker alone holds this end: when it dies, the pipe ends
+        busy[pipe] = [None, None]
+    waiting = []  # [place, tokens or None], in the order of the documents
+    try:
+        while busy:
+            # Who is far ahead of the oldest batch waits for it: tokens must not fill the memory
+            count = workers if len(waiting) < 4 * workers else 1
+            for pipe in connection.wait(list(busy)[:count]):
+                result = busy.pop(pipe)
+                result[1] = pipe.recv()
+                if isinstance(result[1], UserError):
+                    raise result[1]
+                for place, *batch in islice(batches, 1):  # none at the end
+                    pipe.send(batch)
+                    busy[pipe] = [place, None]
+                    waiting.append(busy[pipe])
+            while waiting and waiting[0][1] is not None:
+                yield waiting.pop(0)
+    except (EOFError, OSError) as error:  # of a pipe, as reading a file raises UserErrors alone
+        advice = "if the memory was full, use fewer --workers. The same command continues"
+        raise UserError(f"a worker process was killed: {advice}") from error
 
 
 # --------------------------------------------------------------------------------------------------
@@ -353,74 +364,72 @@ def tokenize(batches: Iterable[tuple], tokenizer: str, workers: int) -> Iterator
 # The documents of all files, one after the other, are one long stream of tokens. It is written in
 # chunks of --shard_size tokens:
 # 1. While a chunk is being filled, it is only in memory.
-# 2. When it is full, it is divided into validation and training: each becomes one shard.
+# 2. When it is full, a thread writes it, while the next one is filled: it is divided into
+#    validation and training, and each becomes one shard.
 # 3. Then meta.json is written: so many chunks are finished, and the next one begins at this
 #    position in the documents, which is [file, batch in the file, token in the batch].
 # Each of these files is written under a temporary name, and renamed when it is whole. So the folder
 # always holds some whole chunks and the position behind them. After a kill, the same command reads
-# on at that position: the work on one chunk is lost. (A *.tmp file may be left, which nothing
-# reads.) Shards that were not in meta.json yet are written again with the same bytes, because they
-# depend on the documents and options alone, and not on time or the number of workers.
+# on from there: the work on two chunks at most is lost. Shards that were not in meta.json yet are
+# written again with the same bytes, as they depend on the documents and options alone.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
     """Fill chunk after chunk from the position in meta.json on."""
-    from tqdm import tqdm
-
     files = list(meta["files"])[args.part - 1 :: args.parts]  # every N-th, from the I-th on
     position = meta["progress"]["position"]
     total = count_tokens(meta)  # tokens of all documents so far
     budget = args.max_tokens or sys.maxsize
     chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
-    filled = 0  # tokens in the chunk
     batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
-    with tqdm(initial=total, unit_scale=True, disable=None) as bar:  # shown by a terminal only
+    bar = tqdm(initial=total, unit_scale=True, disable=None)  # shown by a terminal only
+    with bar, ThreadPoolExecutor(1) as writer:
+        saved = writer.submit(int)  # the last chunk's task: there is none yet
         for place, tokens in batches:
             # The first batch may have tokens that are in a finished chunk
             start = position[2] * (place == position[:2])
             while start < len(tokens) and total < budget:
+                filled = total % args.shard_size  # tokens in the chunk
                 # Up to the end of the batch, of the chunk, or of the budget
                 size = min(len(tokens) - start, args.shard_size - filled, budget - total)
                 chunk[filled : filled + size] = tokens[start : start + size]
                 start += size
-                filled += size
                 total += size
-                if filled == args.shard_size:
-                    save_chunk(args, meta, chunk, [*place, start])
-                    filled = 0
+                if filled + size == args.shard_size:
+                    saved.result()  # waits for the chunk before, and raises what went wrong there
+                    saved = writer.submit(save_chunk, args, meta, chunk, [*place, start])
+                    chunk = np.empty_like(chunk)
             bar.update(total - bar.n)
             if total == budget:
                 break
-    save_chunk(args, meta, chunk[:filled], None)  # the last one, which may be short or empty
+        saved.result()
+    # The last one, which may be short or empty
+    save_chunk(args, meta, chunk[: total % args.shard_size], None)
 
 
 def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, position: list | None):
     """Write a shard of each split, then meta.json with the position behind, None at the end."""
     is_val = choose_validation(args, meta, tokens)
-    if position is None and args.parts == 1:  # one part of many may be empty
-        train = count_tokens(meta, "train") + (~is_val).sum()
-        require(train, "no tokens to train on: take more documents, or lower --val_share")
     chunks = meta["progress"]["chunks"]
     if chunks == 0:
         # Before the first shard: a start with other options finds this, and is refused
         os.makedirs(args.out, exist_ok=True)
-        save_meta(args.meta_path, meta)
+        write_file(args.meta_path, meta)
     for split, chosen in (("val", is_val), ("train", ~is_val)):  # masks
         if chosen.any():
             name = f"{split}{args.suffix}_{chunks:06d}.npy"
             path = f"{args.out}/{name}"
             part = tokens[chosen]
-            with atomic_write(path) as file:
-                np.save(file, part)
+            write_file(path, part)
             meta["shards"][name] = {"tokens": len(part), "sha256": hash_file(path)}
     meta["progress"] = {"chunks": chunks + 1, "position": position, "done": position is None}
-    save_meta(args.meta_path, meta)
+    write_file(args.meta_path, meta)
 
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
-    # The chunk is taken in pieces: a document, or PIECE tokens of a longer one. A piece is for
-    # validation while that has no more than its share of the tokens so far
+    # Documents are cut into pieces of at most 1/32 of the tokens so far, which suits small corpora.
+    # A piece is for validation while that has no more than its share of the tokens so far
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
@@ -430,8 +439,7 @@ def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) 
     start = 0
     for end in ends.tolist():
         while start < end and val < limit:
-            # Shorter at first, so that validation has about its share of a corpus of any size
-            size = min(end - start, PIECE, max(16, total // 32))
+            size = min(end - start, 8192, max(16, total // 32))
             if val <= args.val_share * total:
                 size = min(size, limit - val)
                 is_val[start : start + size] = True
@@ -446,29 +454,26 @@ def count_tokens(meta: dict, split: str = "") -> int:
     return sum(shard["tokens"] for name, shard in meta["shards"].items() if split in name)
 
 
-def save_meta(path: str, meta: dict) -> None:
-    """Write a meta.json."""
-    with atomic_write(path) as file:
-        file.write(json.dumps(meta, indent=1).encode())
-
-
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    paths = sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json"))  # one of each part
-    metas = {path: json.loads(Path(path).read_text("utf-8")) for path in paths}
+    folder = glob.escape(args.out)
+    # Before the meta.json, which another part may be about to write together with its first shard
+    shards = glob.glob(f"{folder}/*.npy")
+    metas = {}
+    for path in sorted(glob.glob(f"{folder}/meta[.-]*json")):  # one of each part
+        with naming(f"{path} is damaged: delete the folder to start over"):
+            metas[path] = json.loads(Path(path).read_text("utf-8"))
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
-    # The folder's other parts are compared too: they are read as one dataset
-    for path, meta in metas.items():
+    wanted = options | files
+    advice = "choose another --out, or delete the folder to start over"
+    for path, meta in metas.items():  # of the other parts too, as all are read as one dataset
         found = meta.get("options", {}) | meta.get("files", {})
-        wanted = options | files
         for key in wanted | found:
             old, new = found.get(key), wanted.get(key)
-            advice = "choose another --out, or delete the folder to start over"
-            require(old == new, f"{path} has {key} {old}, and this run has {new}: {advice}")
+            require(old == new, f"{path} has {key} {old}, not {new}: {advice}")
     require(args.parts <= len(files), f"--part {args.part}/{args.parts}: found {len(files)} files")
-    foreign = f"{args.out} holds shards, but no meta.json: choose another --out, or delete them"
-    require(metas or not glob.glob(f"{glob.escape(args.out)}/*.npy"), foreign)
+    require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)
     meta = {
         "tokenizer": args.tokenizer,  # this and the next two are for the trainer
@@ -484,6 +489,8 @@ def find_meta(args: argparse.Namespace) -> dict:
         path = f"{args.out}/{name}"
         same = os.path.exists(path) and hash_file(path) == shard["sha256"]
         require(same, f"{path} is missing or has another sha256: put it back, or delete the folder")
+    for path in glob.glob(f"{folder}/*{args.suffix}[._]*.unfinished"):
+        os.unlink(path)  # a killed run of this part has left it
     return meta
 
 
@@ -493,24 +500,17 @@ def find_meta(args: argparse.Namespace) -> dict:
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
     """Return the next command. train_gpt2.py's defaults are for 10B tokens, not for a book."""
+    command = f"python train_gpt2.py --data_dir {args.out}"
     if args.parts > 1:
-        return f"when all {args.parts} parts are done: python train_gpt2.py --data_dir {args.out}"
+        return f"when all {args.parts} parts are done: {command}"
     train = count_tokens(meta, "train")
-    log_dir = "log/" + os.path.basename(os.path.abspath(args.out))
-    flags = "--data_dir " + args.out
-    when = "next"
-    seq_len = 1024  # tokens of a window; validation needs one more, as each predicts the next
+    if args.tokenizer == "gpt2" and train >= 10**8:
+        return f"next: {command}"
+    command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out))
     if args.tokenizer == "bytes":
-        seq_len = 64
-        flags = f'--quickstart {flags} --log_dir {log_dir} --prompt "The "'
-    elif train < 10**8:
-        when = "next, on a GPU (without one, use --tokenizer bytes and another --out)"
-        seq_len = 256
-        flags += f" --model d6 --seq_len {seq_len} --total_batch_size 16384"
-        flags += f" --max_steps {4 * train // 16384 + 1} --log_dir {log_dir}"  # four epochs
-    if count_tokens(meta, "val") <= seq_len:
-        flags += " --val_every 0"
-    return f"{when}: python train_gpt2.py {flags}"
+        return f'next: {command} --quickstart --prompt "The "'
+    command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
+    return f"next, on a GPU (without one, use --tokenizer bytes and another --out): {command}"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -538,9 +538,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         args.name = args.name or "sample-10BT"
     args.out = args.out or FOLDERS.get((args.dataset, args.name))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
-    part = re.fullmatch(r"(\d+)/(\d+)", args.part)  # 3/128
-    valid = part and 1 <= int(part[1]) <= int(part[2])
-    require(valid, f"--part {args.part}: expected I/N with I from 1 to N, such as 3/128")
+    part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
+    require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
     args.part, args.parts = map(int, part.groups())
     # Parts share a folder, so their files have names of their own
     args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" * (args.parts > 1)
@@ -568,6 +567,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
+        require(train or args.parts > 1, "no tokens to train on: add files, or lower --val_share")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if argv is None:
             print(suggest(args, meta))
