@@ -30,7 +30,6 @@ from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
@@ -103,8 +102,8 @@ def split_text(example, convention):
 
 
 def render_example(example, tokenizer=None, convention="build-nanogpt"):
-    """Return data (a dict), tokens (4, N) int64, mask (4, N) int64 and label (int). A row is the
-    context and one of the endings, padded with zeros; mask is 1 at the endings."""
+    """Return data (a dict), tokens, mask and label (int). Tokens and mask are 4 rows (N,) of int64,
+    each with a length of its own: the context and one of the endings, where the mask is 1."""
     encode = (tokenizer or tiktoken.get_encoding("gpt2")).encode_ordinary
     context, space, endings = split_text(example, convention)
     label = int(example["label"])  # the original file has numbers, some copies have texts
@@ -112,22 +111,12 @@ def render_example(example, tokenizer=None, convention="build-nanogpt"):
     require(is_whole, "expected a context, 4 endings and a label from 0 to 3")
     # GPT-2 splits a text before its spaces, so both parts together have the tokens of the whole
     start = encode(context)
-    data = {"label": label, "ctx_tokens": start}
-    data["ending_tokens"] = [encode(space + ending) for ending in endings]
+    ends = [encode(space + ending) for ending in endings]
+    data = {"label": label, "ctx_tokens": start, "ending_tokens": ends}
     data["characters"] = [len(ending) for ending in endings]
-    longest = len(start) + max(map(len, data["ending_tokens"]))
-    tokens = np.zeros((4, longest), np.int64)
-    mask = np.zeros_like(tokens)
-    for i, ending in enumerate(data["ending_tokens"]):
-        end = len(start) + len(ending)
-        tokens[i, :end] = start + ending
-        mask[i, len(start) : end] = 1
-    return data, torch.from_numpy(tokens), torch.from_numpy(mask), label
-
-
-def shift(tokens, mask):
-    """Return the targets (4, N - 1): at position i token i + 1, or -1 where its mask is 0."""
-    return tokens[:, 1:].masked_fill(mask[:, 1:] == 0, -1)
+    tokens = [torch.tensor(start + end) for end in ends]
+    mask = [torch.tensor([0] * len(start) + [1] * len(end)) for end in ends]
+    return data, tokens, mask, label
 
 
 def token_losses(logits, targets):
@@ -137,12 +126,14 @@ def token_losses(logits, targets):
     return losses.view(targets.shape)
 
 
-def get_most_likely_row(tokens, mask, logits) -> int:
-    """Return which of 4 rows has the lowest mean loss where mask is 1, given logits (4, N, V)."""
-    targets = shift(tokens, mask)
-    losses = token_losses(logits[:, :-1], targets)  # the last logits predict nothing
-    # The lowest loss is the highest probability: a loss is minus its logarithm
-    return int((losses.sum(dim=1) / (targets >= 0).sum(dim=1)).argmin())
+@dataclass(frozen=True)
+class Examples:
+    """The rows of n examples, 4 for each of them, as a model reads them."""
+
+    convention: str
+    rows: list  # (index, inputs (T,), targets (T,)): targets are -1 in the context. Longest first
+    lengths: torch.Tensor  # (n, 4) by which acc_norm divides
+    labels: torch.Tensor  # (n,)
 
 
 @dataclass(frozen=True)
@@ -163,76 +154,61 @@ class Score:
         return text
 
 
-def make_batches(rows, batch_tokens):
-    """Return batches: the indices (B,) of some rows, their inputs (B, T) and targets (B, T)."""
-    rows = sorted(rows, key=lambda row: -len(row[1]))  # equal lengths need no padding
-    batches = []
-    while rows:
-        size = max(1, batch_tokens // len(rows[0][1]))  # B: rows as long as the first one
-        indices, x, y = zip(*rows[:size], strict=True)
-        x = pad_sequence(x, batch_first=True)
-        y = pad_sequence(y, batch_first=True, padding_value=-1)
-        batches.append((torch.tensor(indices), x, y))
-        rows = rows[size:]
-    return batches
-
-
 @lru_cache  # this takes seconds; an evaluation finds what the one before it has made
-def load(path, tokenizer, convention, block_size, examples, batch_tokens):
-    """Return batches, the lengths (n, 4) by which acc_norm divides, and the labels (n,). An example
-    is valid if it renders; the first one that does not is named."""
-    rows = []  # index, inputs (T,) and targets (T,), 4 for each example
+def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) -> Examples:
+    """Return the first examples of a .jsonl file, or all. Of a row longer than block_size, the end
+    is kept. An example is valid if it renders; the first one that does not is named."""
+    rows = []
     lengths = []
     labels = []
     try:
-        for example in islice(iterate_examples(path), examples):
+        for example in islice(iterate_examples(path), limit):
             data, tokens, mask, label = render_example(example, tokenizer, convention)
-            targets = shift(tokens, mask)
-            for i, ending in enumerate(data["ending_tokens"]):
-                end = len(data["ctx_tokens"]) + len(ending) - 1  # the last token is never an input
-                kept = slice(max(0, end - block_size), end)  # the end of a row that is too long
-                rows.append((len(rows), tokens[i, kept], targets[i, kept]))
-                lengths.append(min(len(ending), block_size))  # as many tokens are predicted
+            for row, is_ending in zip(tokens, mask, strict=True):
+                # At position i, token i + 1 is predicted
+                targets = row.masked_fill(is_ending == 0, -1)[1:][-block_size:]
+                rows.append((len(rows), row[:-1][-block_size:], targets))
+                lengths.append(int((targets >= 0).sum()))
             if convention == "harness":
                 lengths[-4:] = data["characters"]
             labels.append(label)
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: example {len(labels) + 1} is malformed ({error!r})") from error
     require(labels, f"{path} holds no examples")
-    return make_batches(rows, batch_tokens), torch.tensor(lengths).view(-1, 4), torch.tensor(labels)
+    rows.sort(key=lambda row: -len(row[1]))  # equal lengths need no padding
+    return Examples(convention, rows, torch.tensor(lengths).view(-1, 4), torch.tensor(labels))
 
 
 @torch.no_grad()
-def score(
-    losses,  # all that is known of a model: inputs and targets (B, T) in, as token_losses out
-    path,  # of a .jsonl file
-    tokenizer,  # a tiktoken.Encoding
-    block_size,  # the longest T; of a longer row, the end is kept
-    device,
-    convention="build-nanogpt",  # or harness
-    examples=None,  # how many, from the first on; None: all
-    rank=0,  # of this process, among
-    world_size=1,  # processes that call this together
-) -> Score:
-    """Return how many endings are chosen rightly. Every process of a group must call this."""
+def score(losses, examples, device, rank=0, world_size=1) -> Score:
+    """Return how many endings a model chooses rightly. All of it that is known is the function
+    `losses`: inputs and targets (B, T) in, token_losses out. Every process must call this."""
+    rows = examples.rows
     limit = BATCH_TOKENS[torch.device(device).type]
-    batches, lengths, labels = load(path, tokenizer, convention, block_size, examples, limit)
-    sums = torch.zeros(lengths.numel(), device=device)  # the loss of each ending, in nats
-    steps = range(0, len(batches), world_size)
-    for step in tqdm(steps, convention, leave=False, delay=2, disable=rank > 0 or None):
-        # The forward pass of a sharded model communicates, so all processes compute equally many
-        # batches: the last one again if none is left
-        index = min(step + rank, len(batches) - 1)
-        rows, x, y = batches[index]
+    starts = [0]  # of the batches
+    while starts[-1] < len(rows):
+        longest = len(rows[starts[-1]][1])  # T: rows are padded to the length of their first one
+        starts.append(starts[-1] + max(1, limit // longest))
+    sums = torch.zeros(len(rows), device=device)  # the loss of each ending, in nats
+    # The forward pass of a sharded model communicates, so all processes compute equally many
+    # batches: the last one again if none is left
+    last = len(starts) - 2
+    steps = range(0, last + 1, world_size)
+    for step in tqdm(steps, examples.convention, leave=False, delay=2, disable=rank > 0 or None):
+        batch = min(step + rank, last)
+        indices, x, y = zip(*rows[starts[batch] : starts[batch + 1]], strict=True)
+        x = pad_sequence(x, batch_first=True)
+        y = pad_sequence(y, batch_first=True, padding_value=-1)
         result = losses(x.to(device), y.to(device)).sum(dim=1)
-        if index == step + rank:
-            sums[rows.to(device)] = result
+        if batch == step + rank:
+            sums[torch.tensor(indices, device=device)] = result
     if world_size > 1:
         dist.all_reduce(sums)  # an ending is zero in all processes but one
+    # build-nanogpt's get_most_likely_row is the second argmin: the lowest loss per token
     sums = sums.cpu().double().view(-1, 4)
-    acc = (sums.argmin(dim=1) == labels).sum()
-    acc_norm = ((sums / lengths).argmin(dim=1) == labels).sum()
-    return Score(convention, len(labels), int(acc), int(acc_norm))
+    acc = (sums.argmin(dim=1) == examples.labels).sum()
+    acc_norm = ((sums / examples.lengths).argmin(dim=1) == examples.labels).sum()
+    return Score(examples.convention, len(examples.labels), int(acc), int(acc_norm))
 
 
 def load_model(name, device, dtype):
@@ -278,9 +254,10 @@ def run(argv) -> None:
 
     path = args.data or fetch()  # all processes may do this at once, as the file appears whole
     losses, block_size = load_model(args.model, device, args.dtype)
-    fixed = (path, tiktoken.get_encoding("gpt2"), block_size, device)
+    gpt2 = tiktoken.get_encoding("gpt2")
     for convention in ("build-nanogpt", "harness"):
-        result = score(losses, *fixed, convention, args.examples, rank, world_size)
+        examples = load(path, gpt2, block_size, convention, args.examples)
+        result = score(losses, examples, device, rank, world_size)
         if rank == 0:
             print(result, flush=True)
     if world_size > 1:

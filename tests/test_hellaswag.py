@@ -83,7 +83,8 @@ def test_choices_are_those_of_one_row_at_a_time(convention, block_size, tmp_path
     for measure, counts in enumerate([(60, 60, agree), (60, agree, 60)]):
         right = [e | {"label": c[measure]} for e, c in zip(examples, choices, strict=True)]
         path = write(tmp_path / f"{measure}.jsonl", right)
-        score = hellaswag.score(losses, path, BYTES, block_size, "cpu", convention)
+        loaded = hellaswag.load(path, BYTES, block_size, convention)
+        score = hellaswag.score(losses, loaded, "cpu")
         assert (score.n, score.acc, score.acc_norm) == counts
     whole = [[choose_plainly(e, c, 1024) for e in examples] for c in CONVENTIONS]
     assert agree < 55 and whole[0] != whole[1] and (block_size == 1024 or choices not in whole)
@@ -104,49 +105,47 @@ def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
         data, tokens, mask, _ = hellaswag.render_example(example, convention=convention)
         for i, ending in enumerate(data["ending_tokens"]):
             row = data["ctx_tokens"] + ending
-            assert tokens[i, : len(row)].tolist() == row == gpt2.encode(gpt2.decode(row))
-            assert mask[i].nonzero().flatten().tolist() == list(range(len(row)))[-len(ending) :]
+            assert tokens[i].tolist() == row == gpt2.encode(gpt2.decode(row))
+            assert mask[i].tolist() == [0] * len(data["ctx_tokens"]) + [1] * len(ending)
             if example is EGG:
                 assert (gpt2.decode(row), gpt2.decode(ending)) == (context + endings[i], endings[i])
                 assert data["characters"][i] == len(endings[i]) - 1 - (convention == "harness")
 
 
-def test_losses_are_float32_and_a_mask_is_exact():
-    """A difference of 0.01 in bfloat16 logits decides, and only where mask is 1."""
-    rows = torch.zeros(4, 5, 256, dtype=torch.bfloat16)
-    rows[2, 1:3, 7] = 0.01  # positions 1 and 2 predict tokens 2 and 3
-    rows[3, [0, 3, 4], 7] = 5
-    assert len(F.log_softmax(rows, dim=-1)[:, 1:3, 7].unique()) == 1, "in bfloat16 this is a tie"
-    tokens, mask = torch.tensor([[[7] * 5] * 4, [[0, 0, 1, 1, 0]] * 4])
-    assert hellaswag.get_most_likely_row(tokens, mask, rows) == 2
+def test_losses_are_float32_and_zero_where_nothing_is_predicted():
+    """A difference of 0.01 in bfloat16 logits counts; targets of -1 do not."""
+    logits = torch.zeros(4, 3, 256, dtype=torch.bfloat16)
+    logits[2, :2, 7] = 0.01
+    logits[3, 2, 7] = 5
+    assert len(F.log_softmax(logits, dim=-1)[:, :2, 7].unique()) == 1, "in bfloat16 this is a tie"
+    losses = hellaswag.token_losses(logits, torch.tensor([[7, 7, -1]] * 4))
+    assert losses.dtype == torch.float32 and losses.sum(dim=1).argmin() == 2
+    assert (losses[:, 2] == 0).all() and (losses[:, :2] > 5).all()
 
 
 def run_rank(rank, path, queue):
     dist.init_process_group("gloo", f"file://{path}.store", rank=rank, world_size=2)
     model = Mock(side_effect=losses)  # counts its calls
-    score = hellaswag.score(model, path, BYTES, 1024, "cpu", rank=rank, world_size=2)
+    score = hellaswag.score(model, hellaswag.load(path, BYTES, 1024), "cpu", rank, 2)
     queue.put((score, model.call_count))
     dist.destroy_process_group()
 
 
-def test_two_processes_and_get_most_likely_row_count_what_one_process_does(tmp_path, monkeypatch):
+def test_two_processes_count_what_one_process_does(tmp_path, monkeypatch):
     """Both know all counts and compute equally many of the odd number of batches, from memory."""
     monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", 420)
     path = write(tmp_path / "val.jsonl", make_examples(44))
-    one = hellaswag.score(losses, path, BYTES, 1024, "cpu")
-    right = 0
-    for example in hellaswag.iterate_examples(path):
-        _, tokens, mask, label = hellaswag.render_example(example, BYTES)
-        right += hellaswag.get_most_likely_row(tokens, mask, logits(tokens)) == label
-    assert right == one.acc_norm
-    batches, _, _ = hellaswag.load(path, BYTES, "build-nanogpt", 1024, None, 420)
-    assert len(batches) % 2 == 1 and one.acc != one.acc_norm
+    model = Mock(side_effect=losses)
+    one = hellaswag.score(model, hellaswag.load(path, BYTES, 1024), "cpu")
+    assert model.call_count % 2 == 1 and one.acc != one.acc_norm
+    assert all(x.numel() <= 420 for (x, _), _ in model.call_args_list)
     path.unlink()
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     for rank in range(2):
         context.Process(target=run_rank, args=(rank, path, queue), daemon=True).start()
-    assert [queue.get(timeout=60) for _ in range(2)] == [(one, len(batches) // 2 + 1)] * 2
+    expected = (one, model.call_count // 2 + 1)
+    assert [queue.get(timeout=60) for _ in range(2)] == [expected] * 2
 
 
 @pytest.mark.parametrize("wrong", [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2)])
@@ -173,7 +172,7 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
     path = tmp_path / "val.jsonl"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(hellaswag.UserError, match=f"^{path}.*{re.escape(BAD[text])}[^\n]*$"):
-        hellaswag.score(losses, path, BYTES, 1024, "cpu")
+        hellaswag.load(path, BYTES, 1024)
 
 
 @pytest.mark.slow
