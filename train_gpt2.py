@@ -9,31 +9,35 @@ Train GPT-2 from scratch, in one file that reads from top to bottom.
     python train_gpt2.py --init_from log --max_steps 0            evaluate a trained model
 
 The file follows the order of a lecture: the model, generation, data, the learning rate, devices and
-processes, evaluation, the log, checkpoints, training, and the command line. Three appendices come
-last: the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's format.
+processes, evaluation, the log, checkpoints, training, the command line. Three appendices come last:
+the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's format.
 
 Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
-size, nh the number of attention heads, hs the size of a head, and N = B * T a number of tokens. A
-flag has the same name on the command line, in `args` and in a checkpoint. `run` is a Run, below.
+size, nh the number of attention heads, hs the size of a head, and N = B * T a number of tokens.
+`args` are the flags, whose names are those of the command line and of checkpoints. `run` says where
+and how this process computes, and `state` is what a step changes.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
-the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for the file formats.
-"""
+the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for the file formats."""
 
 import argparse
 import json
 import math
 import os
 import pickle
+import re
 import signal
 import sys
 import time
 from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import tiktoken
@@ -41,12 +45,12 @@ import torch  # 2.9 or newer
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.utils import skip_init
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 try:
@@ -55,12 +59,10 @@ try:
 except ImportError:
     triton = None
 
-# -----------------------------------------------------------------------------
-# the model
+# ---- the model ----------------------------------------------------------------------------------
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). Names with d are shapes of
-# GPT-2 from llm.c, of which OpenAI released d12, d24, d36 and d48. GPT-3's shapes and all rates are
-# those of its table 2.1 or similar (the 24 heads that it has for c2048 do not divide 2048 channels)
+# name: (layers, heads, channels, context in tokens, peak learning rate). Names with d are GPT-2's,
+# as in llm.c; OpenAI released d12, d24, d36 and d48. Rates are like those of GPT-3's table 2.1
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),       "d6": (6, 6, 384, 1024, 6e-4),
     "d12": (12, 12, 768, 1024, 6e-4),     "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 124M
@@ -93,13 +95,15 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         assert config.n_embd % config.n_head == 0
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # q, k and v of all heads
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.sizes = [config.n_embd] * 3  # the channels of q, k and v, of all heads
+        # skip_init makes a layer without drawing weights: GPT.init_weights does that, once
+        self.c_attn = skip_init(nn.Linear, config.n_embd, sum(self.sizes))
+        self.c_proj = skip_init(nn.Linear, config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         hs = C // self.n_head  # channels of a head
-        q, k, v = self.c_attn(x).split(C, dim=2)  # (B, T, C) each
+        q, k, v = self.c_attn(x).split(self.sizes, dim=2)  # (B, T, C) each
         q = q.view(B, T, self.n_head, hs).transpose(1, 2)  # (B, nh, T, hs)
         k = k.view(B, T, self.n_head, hs).transpose(1, 2)
         v = v.view(B, T, self.n_head, hs).transpose(1, 2)
@@ -115,8 +119,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # 4 C channels, as in GPT-2
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)  # init_weights knows c_proj
+        self.c_fc = skip_init(nn.Linear, config.n_embd, 4 * config.n_embd)  # 4 C, as in GPT-2
+        self.c_proj = skip_init(nn.Linear, 4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         # GPT-2 was trained with the tanh approximation of GELU
@@ -145,45 +149,52 @@ class GPT(nn.Module):
     """GPT-2. Its parameters have the names that Hugging Face's GPT-2 gives them. Its matrices have
     the layout of nn.Linear, (out, in), where Hugging Face stores (in, out)."""
 
-    def __init__(self, config, recompute=False, residual_dtype=torch.float32):
+    def __init__(self, config, recompute=False, residual_dtype=torch.float32, seed=1337):
         super().__init__()
         self.config = config
         self.recompute = recompute  # compute blocks again in the backward pass, to save memory
-        self.residual_dtype = residual_dtype  # see make_model
+        self.residual_dtype = residual_dtype  # see make_state
         C = config.n_embd
         # Pad the vocabulary to a multiple of 128, from 50257 to 50304. In 16 bits, a row of logits
         # is then a multiple of 256 bytes, and matrix products are faster on aligned rows
         padded_vocab_size = math.ceil(config.vocab_size / 128) * 128
         parts = {
-            "wte": nn.Embedding(padded_vocab_size, C),  # token embeddings
-            "wpe": nn.Embedding(config.block_size, C),  # position embeddings
+            "wte": skip_init(nn.Embedding, padded_vocab_size, C),  # token embeddings
+            "wpe": skip_init(nn.Embedding, config.block_size, C),  # position embeddings
             "h": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
             "ln_f": nn.LayerNorm(C),  # before the logits
         }
         self.transformer = nn.ModuleDict(parts)
-        self.lm_head = nn.Linear(C, padded_vocab_size, bias=False)
+        self.lm_head = skip_init(nn.Linear, C, padded_vocab_size, bias=False)
         # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
         # similar meanings should have similar rows in both, and this saves 39M parameters
         self.lm_head.weight = self.transformer.wte.weight
-        self.init_weights()
+        if seed is not None:  # None: the weights will be loaded, or drawn once the model is sharded
+            self.init_weights(seed)
 
-    def init_weights(self):
-        """Draw the initial weights as build-nanogpt does. The weights of LayerNorms stay 1."""
+    @torch.no_grad()
+    def init_weights(self, seed: int):
+        """Draw all linear layers and embeddings. The rest is as its constructor has set it."""
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
         # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # The tied matrix is listed under both of its names and therefore drawn twice, as in
-        # build-nanogpt, so that a seed gives the same weights there and here
-        for name, p in self.named_parameters(remove_duplicate=False):
+        # A tied matrix has two names, of which the last one in the alphabet counts
+        names = {p: name for name, p in sorted(self.named_parameters(remove_duplicate=False))}
+        for p, name in names.items():
+            layer = self.get_submodule(name.rpartition(".")[0])
+            if not isinstance(layer, nn.Linear | nn.Embedding):
+                continue
+            std = 0.0 if name.endswith("bias") else 0.02
             if name.endswith("c_proj.weight"):
-                nn.init.normal_(p, std=residual_std)
-            elif p.dim() >= 2:
-                nn.init.normal_(p, std=0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
-        # The padded rows belong to no token. Their logits are masked, so they stay zero
-        for matrix in (self.transformer.wte.weight, self.lm_head.weight):
-            matrix.data[self.config.vocab_size :] = 0
+                std = residual_std
+            # The numbers depend on seed and name alone, whatever else a variant of the model adds
+            generator = torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
+            value = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
+            if p is self.transformer.wte.weight or p is self.lm_head.weight:
+                # The padded rows belong to no token. Their logits are masked, so they stay zero
+                value[self.config.vocab_size :] = 0
+            p.copy_(shard_as(p, value))
+            del value  # a process holds one whole matrix at a time
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the float32 logits (B, T, V) of the next tokens, given idx (B, T) int64. With
@@ -204,71 +215,78 @@ class GPT(nn.Module):
         V = self.config.vocab_size
         if targets is None:
             return self.lm_head(x)[..., :V].float()  # without the padded columns
-        losses = linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), V)
+        losses = head_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), V)
         return torch.view_copy(losses, targets.shape)  # a copy: FSDP2 warns of views
 
     @classmethod
     def from_pretrained(cls, name: str) -> "GPT":
         """Return a pretrained model, such as "gpt2" or whatever --init_from takes."""
         source = load_source(name)
-        model = cls(GPTConfig(**source["config"]))
-        model.load_state_dict(source["model"])
+        model = cls(GPTConfig(**source["config"]), seed=None)
+        load_weights(model, source["model"])
         return model.eval()
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw") -> list:
         """Return a list of optimizers that together update every parameter once: AdamW, with the
         betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add another one here."""
+        # How a parameter is updated depends on what it does, not on its shape
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        in_blocks = {module for block in blocks for module in block.modules()}
+        attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
+        for name, p in self.named_parameters():  # a tied matrix once
+            layer = self.get_submodule(name.rpartition(".")[0])
+            if name.endswith(".bias") or isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+                vectors.append(p)
+            elif not isinstance(layer, nn.Linear | nn.Embedding):
+                others.append(p)  # GPT-2 has none
+            elif isinstance(layer, nn.Embedding) or layer not in in_blocks:
+                embeddings.append(p)  # and a head that is not tied
+            elif name.endswith("c_proj.weight"):
+                projections.append(p)  # writes into the residual stream
+            elif name.endswith("c_attn.weight"):
+                attention.append(p)  # q, k and v, three matrices in one
+            else:
+                hidden.append(p)
+        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # and PyTorch's eps, 1e-8
+        # Fused: one pass does the whole update. (Apple's ignores found_inf, see update_weights)
+        settings["fused"] = vectors[0].device.type != "mps"
         # Matrices and embeddings decay, which keeps them small. Biases and LayerNorms do not:
         # decay would pull the scales of LayerNorms away from 1
-        hidden, projections, embeddings, vectors = [], [], [], []
-        for name, p in self.named_parameters():  # a tied matrix once
-            if p.dim() < 2:  # biases and LayerNorm weights
-                vectors.append(p)
-            elif "c_proj.weight" in name:  # writes into the residual stream
-                projections.append(p)
-            elif ".h." in name:  # the other matrices of the blocks
-                hidden.append(p)
-            else:
-                embeddings.append(p)
-        # Fused: one pass over a tensor does its whole update. (Apple's fused kernel ignores
-        # found_inf, which update_weights needs)
-        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # and PyTorch's eps, 1e-8
-        settings["fused"] = vectors[0].device.type != "mps"
-        no_decay = {"params": vectors, "weight_decay": 0.0}
+        decay = {"params": embeddings, "weight_decay": weight_decay}
+        no_decay = {"params": others, "weight_decay": 0.0}
         if optimizer == "adamw":
-            decay = {"params": hidden + projections + embeddings, "weight_decay": weight_decay}
+            decay["params"] += attention + hidden + projections
+            no_decay["params"] += vectors
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
-            # Muon (appendix B) is made for matrices that map one hidden vector to another.
-            # Embeddings map tokens and positions to hidden vectors, so AdamW updates them
-            decay = {"params": embeddings, "weight_decay": weight_decay}
-            # All layers write into one residual stream, where updates and rounding errors add up.
-            # In 20 steps, losses of equal runs differed by 0.12 (share 0.2) and 0.036 (share 1/12)
+            # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
+            # All layers write into one residual stream, where updates and rounding errors add up:
+            # with a smaller rate for what writes there, the losses of equal runs differ less
             share = {"lr_share": 1 / self.config.n_layer}
-            adamw = torch.optim.AdamW([decay, no_decay | share], **settings)
+            small = {"params": vectors, "weight_decay": 0.0} | share
+            groups = [group for group in (decay, no_decay, small) if group["params"]]
+            adamw = torch.optim.AdamW(groups, **settings)
             groups = [{"params": hidden}, {"params": projections} | share]
+            groups.append({"params": attention, "rows": blocks[0].attn.sizes})
             return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
         raise UserError(f"--optimizer {optimizer}: expected adamw or muon")
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
-    """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T with targets (N,)
-    int64, for x (N, C) and weight (padded V, C). Columns from V on are padding and get probability
-    0. A target of -1 gives a loss of 0."""
+def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
+    """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T, for x (N, C) and
+    weight (padded V, C), with targets (N,) int64. It is 0 where a target is -1."""
     # Appendix A computes the same, but faster. To change the loss, delete these two lines first
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
-        return FusedCrossEntropy.apply(x, weight, targets, V)
+        return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
-    # Keep the padded columns out of the softmax: logits of OpenAI's GPT-2 are often near -40, and
-    # padded logits of 0 would take nearly all of the probability. Mask the columns rather than
-    # slice them off: a slice leaves rows unaligned, and torch.compile fuses the mask into the loss
+    # Keep the padded columns out of the softmax: OpenAI's logits are often near -40, and a 0 would
+    # take nearly all of the probability. A slice would leave rows unaligned; a mask costs nothing
     is_padding = torch.arange(len(weight), device=x.device) >= V
     logits = logits.masked_fill(is_padding, -math.inf).float()
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
 
 
-# -----------------------------------------------------------------------------
-# generation
+# ---- generation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -290,15 +308,15 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
 @lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the tokenizer: "gpt2", or one that fineweb.py knows. GPT-2's is downloaded once."""
-    if name == "gpt2":
-        return tiktoken.get_encoding("gpt2")
-    import fineweb
+    with reading(f"the tokenizer {name} (TIKTOKEN_CACHE_DIR names a folder of downloaded ones)"):
+        if name == "gpt2":
+            return tiktoken.get_encoding("gpt2")
+        import fineweb
 
-    return fineweb.get_tokenizer(name)
+        return fineweb.get_tokenizer(name)
 
 
-# -----------------------------------------------------------------------------
-# data
+# ---- data ---------------------------------------------------------------------------------------
 
 
 class UserError(Exception):
@@ -320,22 +338,20 @@ def reading(path):
         raise UserError(f"{path} cannot be read or is damaged: {error!r:.200}") from error
 
 
-@lru_cache(maxsize=16)
-def open_shard(path: Path) -> np.ndarray:
-    """Return the tokens of a shard, uint16, memory-mapped: only what is used is read."""
+def read_header(path: Path) -> tuple[int, int]:
+    """Return at which byte of a shard its tokens begin, and how many there are. They are uint16."""
     with reading(path):
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r")
         else:
-            # llm.c's .bin: 256 int32, of which 3 are not 0 (a magic number, version 1, the number
-            # of tokens), and then the tokens
+            # llm.c's .bin: 256 int32 (magic number, version, number of tokens, zeros), then tokens
             header = np.fromfile(path, np.int32, 256)
             tokens = np.memmap(path, np.uint16, mode="r", offset=header.nbytes)
             is_whole = header[:3].tolist() == [20240520, 1, len(tokens)]
             require(is_whole, f"{path} is not a .bin shard of version 1, or it was cut short")
     found = f"{tokens.ndim}-D {tokens.dtype}"
     require(found == "1-D uint16", f"{path} holds a {found} array, expected 1-D uint16")
-    return tokens
+    return tokens.offset, len(tokens)
 
 
 def read_meta(data_dir: str) -> dict:
@@ -344,7 +360,8 @@ def read_meta(data_dir: str) -> dict:
     meta = {}
     paths = sorted(Path(data_dir).glob("meta*.json"))
     for path in paths:
-        meta = json.loads(path.read_text())
+        with reading(path):
+            meta = json.loads(path.read_text())
         is_done = meta.get("progress", {"done": True})["done"]
         require(is_done, f"{path} is not finished: run its fineweb.py command again")
         parts = int(path.stem.partition("-of-")[2] or 1)
@@ -352,77 +369,70 @@ def read_meta(data_dir: str) -> dict:
     return {key: meta[key] for key in ("tokenizer", "vocab_size", "eot") if key in meta}
 
 
-@lru_cache(maxsize=8)
-def permutation(n: int, seed: int | None, *key: int) -> np.ndarray:
-    """Return a random order of range(n) that depends on the arguments alone."""
-    if seed is None:  # no shuffling
-        return np.arange(n)
+@lru_cache(maxsize=2)
+def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the windows 0 to n - 1 in an order that depends on these numbers alone, as uint32."""
     # RandomState, because NumPy promises that its numbers never change between versions
-    return np.random.RandomState((seed, *key)).permutation(n)
+    return np.random.RandomState((seed, epoch)).permutation(np.arange(n, dtype=np.uint32))
 
 
 class DataLoaderLite:
-    """Serve batches of (B, T) tokens; every process gets its share. The name is build-nanogpt's."""
-
-    # Each shard is cut into windows of T inputs and one more token, the last target; what is left
-    # at its end is not used. A window may hold several documents, whose tokens see each other, as
-    # in GPT-3. All processes read one common sequence of windows. A step takes the same ones for
-    # every B and number of processes. With a seed, each epoch shuffles shards and windows
+    """Serve batches of (B, T) tokens; every process gets its share. The name is build-nanogpt's.
+    Each shard is cut into windows of T inputs and one more token, the last target; what is left at
+    its end is not used. A window may hold several documents, whose tokens see each other, as in
+    GPT-3. With a seed, each epoch shows the windows of all shards in a new order."""
 
     def __init__(self, split: str, B: int, config, args, run):
         self.B = B
         self.T = args.seq_len
         self.seed = args.seed if split == "train" and args.shuffle else None
         self.run = run
-        files = sorted(Path(args.data_dir).glob(f"*{split}*"))  # train or val is in their names
-        self.paths = [path for path in files if path.suffix in (".npy", ".bin")]
+        files = [path for path in Path(args.data_dir).glob("*") if path.suffix in (".npy", ".bin")]
+        word = rf"(?<![a-z]){split}(?![a-z])"  # train or val, and not the val in retrieval
+        paths = sorted(path for path in files if re.search(word, path.stem, re.IGNORECASE))
         advice = "`python fineweb.py` makes some, `python train_gpt2.py --quickstart` needs none"
-        require(self.paths, f"{args.data_dir} holds no {split} shards (.npy, .bin): {advice}")
+        require(paths, f"{args.data_dir} holds no {split} shards (.npy, .bin): {advice}")
         tokenizer = read_meta(args.data_dir).get("tokenizer", "gpt2")
         found = f"{args.data_dir} has tokens of {tokenizer}"
         require(tokenizer == config.tokenizer, f"{found}, the model reads {config.tokenizer}")
-        self.lengths = {path.name: len(open_shard(path)) for path in self.paths}  # in tokens
-        windows = [max(0, length - 1) // self.T for length in self.lengths.values()]
-        self.windows_per_shard = np.array(windows)
-        self.windows = sum(windows)  # in an epoch
-        advice = "lower --seq_len, or add text (without validation: --val_every 0)"
-        require(self.windows > 0, f"no {split} shard has {self.T + 1} tokens: {advice}")
-        self.reset()
+        self.shards = [(path, *read_header(path)) for path in paths]
+        self.lengths = {path.name: n for path, _, n in self.shards}  # in tokens
+        windows = [max(0, n - 1) // self.T for _, _, n in self.shards]
+        self.firsts = np.cumsum([0, *windows])  # the number of windows before each shard
+        self.windows = int(self.firsts[-1])  # in an epoch
+        found = f"no {split} shard has {self.T + 1} tokens: lower --seq_len, or add text"
+        require(self.windows > 0, found)
 
-    def reset(self, position: int = 0):
-        """Go to window `position` of the run, which is step * sequences_per_step."""
-        self.position = position
-
-    def next_batch(self) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, (B, T) int64 each, on the device."""
-        first = self.position + self.run.rank * self.B  # rank r takes the r-th B windows
-        self.position += self.run.world_size * self.B
-        windows = np.stack([self.get_window(first + i) for i in range(self.B)])  # (B, T + 1)
-        # uint16 saves disk space, but embeddings and cross_entropy need int64
-        rows = torch.from_numpy(windows.astype(np.int64))
-        x = rows[:, :-1].contiguous()
-        y = rows[:, 1:].contiguous()  # the target of each token is the token after it
-        if self.run.device.type == "cuda":
-            # Only from pinned memory does a copy to the GPU run asynchronously
-            x, y = x.pin_memory(), y.pin_memory()
-        return x.to(self.run.device, non_blocking=True), y.to(self.run.device, non_blocking=True)
+    def batches(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this process's batches of the windows first to last - 1: inputs and targets, (B, T)
+        int64 each, on the device. All processes get equally many; spare rows have targets of -1."""
+        device = self.run.device
+        for start in range(first, last, self.B * self.run.world_size):
+            mine = start + self.run.rank * self.B  # this process's first window
+            windows = np.stack([self.get_window(min(mine + i, last - 1)) for i in range(self.B)])
+            # uint16 saves disk space, but embeddings and cross_entropy need int64
+            rows = torch.from_numpy(windows.astype(np.int64))  # (B, T + 1)
+            x = rows[:, :-1].clone()
+            y = rows[:, 1:].contiguous()  # the target of each token is the token after it
+            y[max(0, last - mine) :] = -1
+            if device.type == "cuda":
+                # Only from pinned memory does a copy to the GPU run asynchronously
+                x = x.pin_memory()
+                y = y.pin_memory()
+            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
     def get_window(self, number: int) -> np.ndarray:
         """Return window `number` of the run, (T + 1,) uint16."""
         epoch, i = divmod(number, self.windows)  # a batch may reach into the next epoch
-        shard_order = permutation(len(self.paths), self.seed, epoch)
-        # ends[k] is the number of windows in the first k + 1 shards of this epoch
-        ends = self.windows_per_shard[shard_order].cumsum()
-        place = int(np.searchsorted(ends, i, side="right"))
-        shard = int(shard_order[place])
-        window_order = permutation(int(self.windows_per_shard[shard]), self.seed, epoch, shard)
-        first = ends[place] - len(window_order)  # windows in the shards before this one
-        start = int(window_order[i - first]) * self.T
-        return open_shard(self.paths[shard])[start : start + self.T + 1]
+        if self.seed is not None:
+            i = int(window_order(self.windows, self.seed, epoch)[i])
+        shard = int(np.searchsorted(self.firsts, i, side="right")) - 1
+        path, offset, _ = self.shards[shard]
+        offset += 2 * self.T * (i - int(self.firsts[shard]))  # a token has 2 bytes
+        return np.fromfile(path, np.uint16, self.T + 1, offset=offset)  # takes 10 us
 
 
-# -----------------------------------------------------------------------------
-# the learning rate, and which updates to skip
+# ---- the learning rate --------------------------------------------------------------------------
 
 # t goes from 0, at the end of the warmup, to 1, at the end of the run. A schedule returns 1 for
 # max_lr, 0 for the final rate. Add yours here. wsd: warmup, stable, decay (arXiv:2405.18392)
@@ -436,8 +446,8 @@ SCHEDULES = {
 
 def get_lr(step: int, args) -> float:
     """Return the learning rate of update number `step`, counted from 0."""
-    # The rate rises at first, while the optimizer's averages are still those of a few gradients. In
-    # the end it falls, because smaller steps reach lower losses
+    # The rate rises while the optimizer's averages are still those of a few gradients, and falls in
+    # the end, because smaller steps reach lower losses
     if step < args.warmup_steps:  # step + 1, because a first rate of 0 would waste the update
         return args.max_lr * (step + 1) / args.warmup_steps
     t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
@@ -445,26 +455,7 @@ def get_lr(step: int, args) -> float:
     return final_lr + SCHEDULES[args.schedule](t) * (args.max_lr - final_lr)
 
 
-def must_skip(latest: Tensor, window: Tensor, args) -> Tensor:
-    """Return whether to skip this update, () bool. `latest` (2,) has its loss and gradient norm,
-    `window` (2, 128) those of earlier steps, and takes in the new ones."""
-    # As in llm.c, skip it if loss or norm exceeds the mean of the window by more than --skip_loss_z
-    # or --skip_grad_z standard deviations. Always skip it if one is not finite: they are means, so
-    # one bad process is enough. Python need not wait for the answer
-    is_finite = latest.isfinite().all()
-    if args.skip_loss_z == args.skip_grad_z == 0:
-        return ~is_finite
-    longer = torch.cat((window[:, 1:], latest[:, None]), dim=1)  # (2, 128)
-    window.copy_(torch.where(is_finite, longer, window))
-    deviations, means = torch.std_mean(longer, dim=1, correction=0)  # (2,) each
-    # A z-score is nan until there are 128 values, and if all are equal. nan > limit is False
-    z_loss, z_norm = (latest - means) / deviations
-    is_outlier = z_loss > (args.skip_loss_z or math.inf)
-    return ~is_finite | is_outlier | (z_norm > (args.skip_grad_z or math.inf))
-
-
-# -----------------------------------------------------------------------------
-# devices, precision, processes
+# ---- devices, precision, processes --------------------------------------------------------------
 
 
 def print0(line):
@@ -481,6 +472,7 @@ class Run:
     device_name: str  # of a GPU, or cpu or mps
     dtype: str  # bfloat16, float16, tf32 or float32
     compile: bool  # whether training and validation run compiled
+    hellaswag_every: int  # steps; 0: never
     rank: int  # of this process; 0 prints and writes files
     world_size: int  # the number of processes
 
@@ -513,28 +505,30 @@ class Run:
 
 
 def whole(p: Tensor) -> Tensor:
-    """Return the whole of a tensor, sharded (a DTensor) or not. Every process must call this."""
+    """Return the whole of a tensor, sharded (a DTensor) or not. All processes call this."""
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that --device names: an NVIDIA or AMD GPU is "cuda", Apple's is "mps"."""
-    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    require(name in ("auto", "cpu", best.type), f"--device {name}: this machine has {best.type}")
-    device = best if name == "auto" else torch.device(name)
-    if device.type == "cuda":  # torchrun numbers the processes of a machine
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    return device
+def shard_as(p: Tensor, value: Tensor) -> Tensor:
+    """Return a whole tensor as p is: sharded, with the part that this process has of p, or not."""
+    if not isinstance(p, DTensor):
+        return value
+    layout = (p.device_mesh, p.placements)
+    return distribute_tensor(value.to(p.device), *layout, src_data_rank=None)
 
 
 def setup_run(args) -> Run:
     """Choose device and precision, and connect to the other processes if torchrun started some."""
     rank = int(os.environ.get("RANK", 0))  # torchrun sets it, and counts those of all machines
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    device = choose_device(args.device)
-    device_name = device.type
+    best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    found = f"--device {args.device}: this machine has {best.type}"
+    require(args.device in ("auto", "cpu", best.type), found)
+    device = best if args.device == "auto" else torch.device(args.device)
+    device_name = device.type  # "cuda" is an NVIDIA or AMD GPU, "mps" Apple's
     capability = (0, 0)
-    if device.type == "cuda":
+    if device.type == "cuda":  # torchrun numbers the processes of a machine
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         device_name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
@@ -552,32 +546,33 @@ def setup_run(args) -> Run:
     if dtype == "auto":
         dtype = "float16" if capability >= (7, 0) else "float32"
         dtype = "bfloat16" if capability >= (8, 0) else dtype
-    # "high" lets float32 matrix products use TF32
+    # high: TF32 in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-    # In PyTorch 2.11, the key of the cache of compiled graphs lacks autocast's dtype: after a run
-    # in float16, one in bfloat16 would be given its graph, and not learn
+    # In PyTorch 2.11, the key of the cache of compiled graphs lacks autocast's dtype: a run in
+    # bfloat16 could be given a graph for float16, and not learn
     torch.compiler.config.cache_key_tag = dtype
     # Compilation fuses small operations into few kernels, which saves memory traffic
-    can_compile = capability >= (7, 0) and triton is not None
-    compile = can_compile if args.compile is None else args.compile
-    return Run(device, device_name, dtype, compile, rank, world_size)
+    compile = args.compile
+    if compile is None:
+        compile = capability >= (7, 0) and triton is not None
+    # HellaSwag takes half an hour on a CPU. Somebody may have copied this script alone
+    hellaswag_every = args.hellaswag_every
+    if hellaswag_every is None:
+        can_score = device.type == "cuda" and Path(__file__).with_name("hellaswag.py").exists()
+        hellaswag_every = 250 * can_score
+    return Run(device, device_name, dtype, compile, hellaswag_every, rank, world_size)
 
 
-# -----------------------------------------------------------------------------
-# evaluation. All processes compute equally many batches, as --zero communicates in each of them
+# ---- evaluation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def validate(model, loader, tokens: int, run) -> float:
     """Return the mean loss in nats per token over the split's first `tokens // T` windows."""
-    loader.reset()
     # at least one and at most all, the same for every B and number of processes
     windows = min(max(1, tokens // loader.T), loader.windows)
-    rows = run.rank * loader.B + torch.arange(loader.B, device=run.device)[:, None]  # (B, 1)
     sums = []
-    for first in range(0, windows, loader.B * run.world_size):
-        x, y = loader.next_batch()
-        y = y.masked_fill(first + rows >= windows, -1)  # rows after the last window do not count
+    for x, y in loader.batches(0, windows):
         with run.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y).sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
@@ -610,16 +605,13 @@ def evaluate(model, step, loader, log, run):
     if is_due(step, args.val_every, args):
         val = f"{validate(model, loader, args.val_tokens, run):.4f}"
         log.record(step, f"val loss: {val}", val=val)
-    if is_due(step, args.hellaswag_every, args):
+    if is_due(step, run.hellaswag_every, args):
         import hellaswag
 
-        if run.rank == 0:
-            hellaswag.fetch()  # downloads the examples once
-        run.gather()
-        c = model.config
-        what = (hellaswag.fetch(), get_tokenizer(c.tokenizer), c.block_size, run.device)
+        tokenizer = get_tokenizer(model.config.tokenizer)
+        examples = hellaswag.load(hellaswag.fetch(), tokenizer, args.seq_len)  # no longer than T
         with run.eager():
-            score = hellaswag.score(model, *what, rank=run.rank, world_size=run.world_size)
+            score = hellaswag.score(model, examples, run.device, run.rank, run.world_size)
         hella = f"{score.acc_norm / score.n:.4f}"  # as build-nanogpt counts it
         log.record(step, f"HellaSwag: {hella}", hella=hella)
     is_new = step == 0 and args.init_from == "scratch"  # samples of new weights are noise
@@ -628,10 +620,9 @@ def evaluate(model, step, loader, log, run):
     model.train()
 
 
-# -----------------------------------------------------------------------------
-# the log, and how much of the GPU's peak speed is used
+# ---- the log, and how much of the GPU's peak speed is used --------------------------------------
 
-# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key in the GPU's name is used
+# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key in the GPU's name counts
 PEAK_TFLOPS = {
     "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "A100": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "V100": 125, "T4": 65,
@@ -647,8 +638,10 @@ def peak_tokens_per_second(model, T: int, run):
     # 2. Attention: q @ k and att @ v are 2 * C * T each per layer and token, times 3 as above, and
     #    divided by 2 because the causal mask leaves half of it. Source: llm.c
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
-    peaks = [peak * 1e12 for name, peak in PEAK_TFLOPS.items() if name in run.device_name]
-    return run.world_size * peaks[0] / flops_per_token if peaks else None
+    found = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", run.device_name)]
+    if not found:
+        return None
+    return run.world_size * PEAK_TFLOPS[found[0]] * 1e12 / flops_per_token
 
 
 def list_checkpoints(log_dir) -> list:
@@ -657,50 +650,47 @@ def list_checkpoints(log_dir) -> list:
     return sorted(paths, key=lambda path: int(path.stem[6:]))
 
 
-def open_log(start, vocab_size, args, run):
-    """Open log.txt to append records from step `start` on. With --overwrite, delete the old run."""
-    if run.rank > 0 or args.max_steps == 0:
-        return None
-    path = Path(args.log_dir, "log.txt")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if args.overwrite:
-        for old in [*list_checkpoints(args.log_dir), path]:
-            old.unlink(missing_ok=True)
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and int(line.split()[0]) < start]
-    if start == 0:  # readers of the log need these to count tokens and to compare losses
-        kept = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {vocab_size}\n"]
-    with atomic_write(path) as file:
-        file.write("".join(kept).encode())
-    return open(path, "a", buffering=1)  # a line is in the file as soon as it is written
-
-
 class Log:
     """log.txt and the console. A record of log.txt is a line: step, stream, value."""
 
-    def __init__(self, file, model, args, run):
-        self.file = file  # None except in the first process
+    def __init__(self, state, args, run):
         self.args = args
         self.is_async = run.device.type == "cuda"
-        self.peak = peak_tokens_per_second(model, args.seq_len, run)
+        self.peak = peak_tokens_per_second(state.model, args.seq_len, run)
         self.pending = None  # the step whose results were not read yet
         self.must_stop = False  # True once a process has received a signal
         self.skipped = 0  # updates skipped in a row
+        self.times = deque(maxlen=100)  # seconds that the last steps took
         self.begin = self.mark()  # when the step began
+        self.file = None
+        if run.rank > 0 or args.max_steps == 0:  # an evaluation writes nothing
+            return
+        path = Path(args.log_dir, "log.txt")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if args.overwrite:
+            for old in [*list_checkpoints(args.log_dir), path]:
+                old.unlink(missing_ok=True)
+        # Readers of the log need these to count tokens and to compare losses
+        V = state.model.config.vocab_size
+        records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
+        if state.step > 0 and path.exists():  # keep what is older than the checkpoint
+            lines = re.findall(r"^\d+ \w+ \S+\n", path.read_text(), re.MULTILINE)
+            records = [line for line in lines if int(line.split()[0]) < state.step]
+        with atomic_write(path) as file:
+            file.write("".join(records).encode())
+        self.file = path.open("a", buffering=1)  # each line is in the file once it is written
 
     def mark(self):
-        """Return the time, or on a GPU an event that happens when all work given to it is done."""
+        """Return the time in seconds, or on a GPU an event, which comes after all work so far."""
         if not self.is_async:
-            return time.perf_counter()  # seconds
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            return time.perf_counter()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     def record(self, step: int, line: str, **values):
         """Print a line about a step, and append a record for each stream=value."""
         print0(f"step {step:5d}/{self.args.max_steps} | {line}")
-        if self.file:
-            for stream, value in values.items():
+        for stream, value in values.items():
+            if self.file:
                 self.file.write(f"{step} {stream} {value}\n")
 
     def update(self, step: int, lr: float, results: Tensor):
@@ -708,8 +698,7 @@ class Log:
         # A GPU goes on meanwhile: if it waited for Python, 2 ms a step would be lost
         results = results.to("cpu", non_blocking=self.is_async)
         end = self.mark()
-        if self.is_async:
-            self.flush()  # the step before
+        self.flush()  # the step before
         self.pending = (step, lr, results, self.begin, end)
         self.begin = end
         if not self.is_async:
@@ -738,14 +727,15 @@ class Log:
             line += f" | mfu: {100 * speed / self.peak:.1f}%"
         if skipped:
             line += " | update skipped"
+        self.times.append(dt)
+        left = round(np.median(self.times) * (self.args.max_steps - step - 1))
+        line += f" | {timedelta(seconds=left)} left"  # hours, minutes and seconds
         self.record(step, line, **values)
         # 20, because float16's scaler may need 16 skipped updates to halve 2**16 to 1
-        found = f"20 updates in a row were skipped, with loss {loss} and norm {norm}"
-        require(self.skipped < 20, f"{found}; resume with a lower --max_lr, or start again")
+        require(self.skipped < 20, "20 updates in a row were skipped: resume with a lower --max_lr")
 
 
-# -----------------------------------------------------------------------------
-# checkpoints
+# ---- checkpoints --------------------------------------------------------------------------------
 
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
 
@@ -761,35 +751,32 @@ def atomic_write(path: Path) -> Iterator:
     os.replace(temporary, path)
 
 
-def restore(model, optimizers, scaler, window, source):
-    """Restore what the next step depends on, except the weights, which are loaded already."""
-    # With the same processes, B, dtype and deterministic kernels, the run continues bit for bit. In
-    # a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
-    window.copy_(source["window"])
-    if scaler.is_enabled() and source["scaler"]:
-        scaler.load_state_dict(source["scaler"])
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for saved, group in zip(source["optimizer"]["param_groups"], groups, strict=True):
-        # The code and the flags decide these, for example betas and weight_decay
-        saved |= {name: value for name, value in group.items() if name != "params"}
-    dcp.set_optimizer_state_dict(model, optimizers, source["optimizer"], options=FULL)
+@dataclass
+class State:
+    """What a step changes: all that the next one depends on, besides the flags and the data."""
+
+    model: GPT
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    step: int = 0  # updates done
 
 
-def save_checkpoint(model, optimizers, scaler, step: int, args, run, **rest):
-    """Write the state of the run after `step` updates to log_dir, and delete what --keep does not
-    keep. The file does not depend on the number of GPUs, on --zero or on compilation."""
+def save_checkpoint(state, data: dict, args, run):
+    """Write the state to log_dir, and delete the checkpoints that --keep does not keep. The file
+    does not depend on the number of GPUs, on --zero or on compilation."""
     # Every process takes part in gathering the tensors; only the first one gets them
-    weights = dcp.get_model_state_dict(model, options=FULL)
-    moments = dcp.get_optimizer_state_dict(model, optimizers, options=FULL)
+    weights = dcp.get_model_state_dict(state.model, options=FULL)
+    moments = dcp.get_optimizer_state_dict(state.model, state.optimizers, options=FULL)
     if run.rank == 0:
-        if model.lm_head.weight is model.transformer.wte.weight:
+        if state.model.lm_head.weight is state.model.transformer.wte.weight:
             # Tied, but gathered as two copies: give one copy both names, to write it once
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
-        checkpoint = {"model": weights, "optimizer": moments, "scaler": scaler.state_dict()}
-        checkpoint |= {"config": asdict(model.config), "args": vars(args), "dtype": run.dtype}
-        path = Path(args.log_dir, f"model_{step:05d}.pt")
+        checkpoint = {"step": state.step, "model": weights, "optimizer": moments}
+        checkpoint |= {"scaler": state.scaler.state_dict(), "dtype": run.dtype, "data": data}
+        checkpoint |= {"config": asdict(state.model.config), "args": vars(args)}
+        path = Path(args.log_dir, f"model_{state.step:05d}.pt")
         with atomic_write(path) as file:
-            torch.save(checkpoint | {"step": step, **rest}, file)
+            torch.save(checkpoint, file)
         print0(f"saved {path}")
         if args.keep > 0:
             for old in list_checkpoints(args.log_dir)[: -args.keep]:
@@ -797,11 +784,41 @@ def save_checkpoint(model, optimizers, scaler, step: int, args, run, **rest):
     run.gather()  # all wait for the file: when one process has ended, torchrun ends the others
 
 
+def restore_state(state, saved: dict):
+    """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
+    # With the same processes, B, dtype and deterministic kernels, the run continues bit for bit. In
+    # a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
+    state.step = saved["step"]
+    if state.scaler.is_enabled() and saved["scaler"]:
+        state.scaler.load_state_dict(saved["scaler"])
+    moments = saved["optimizer"]
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    for old, group in zip(moments["param_groups"], groups, strict=True):
+        # The code and the flags decide these, for example betas and weight_decay
+        old |= {name: value for name, value in group.items() if name != "params"}
+    dcp.set_optimizer_state_dict(state.model, state.optimizers, moments, options=FULL)
+    # On a CPU, they are the tensors of the mapped file, which must give back its disk: copy them
+    for optimizer in state.optimizers:
+        for kept in optimizer.state.values():
+            kept |= {name: value.clone() for name, value in kept.items()}
+
+
+def load_weights(model, weights: dict):
+    """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
+    with reading("the weights, perhaps of another script's model,"):
+        dcp.set_model_state_dict(model, weights, options=FULL)
+
+
 def load_checkpoint(path: Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU."""
     with reading(path):
         # weights_only: no code in the file is executed
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    is_ours = isinstance(saved, dict) and saved.keys() >= {"model", "config", "args"}
+    require(is_ours, f"{path} is not a checkpoint of this script")
+    unknown = sorted(saved["config"].keys() - GPTConfig.__dataclass_fields__)
+    require(not unknown, f"{path} has a model with {unknown}: use the script that trained it")
+    return saved
 
 
 def load_source(name: str) -> dict:
@@ -812,69 +829,48 @@ def load_source(name: str) -> dict:
     path = checkpoints[-1] if checkpoints else Path(name)
     expected = f"expected a checkpoint, a log_dir, transformers' folder or {HUGGING_FACE}"
     require(path.is_file(), f"--init_from {name}: {expected}")
-    checkpoint = load_checkpoint(path)
-    return {key: checkpoint[key] for key in ("config", "model", "args")}
+    return load_checkpoint(path)
 
 
-def find_source(args) -> dict:
-    """Return the source of weights, flags and step: with --resume the newest checkpoint (it alone
-    has a "step"), else what --init_from names, or {} for a new model."""
-    checkpoints = list_checkpoints(args.log_dir)
-    if args.resume and checkpoints:
-        return load_checkpoint(checkpoints[-1])
-    is_free = not checkpoints and not Path(args.log_dir, "log.txt").exists()
-    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
-    # When torchrun starts a run again, --overwrite would delete the run's own checkpoints
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    may_write = is_free or args.resume or args.max_steps == 0 or (args.overwrite and is_first)
-    require(may_write, f"{args.log_dir} holds a run: {choice}")
-    return {} if args.init_from == "scratch" else load_source(args.init_from)
+# ---- training -----------------------------------------------------------------------------------
 
 
-# -----------------------------------------------------------------------------
-# training
-
-
-def open_data(config, B, args, run) -> list:
-    """Return the loaders of the training and the validation data, or None for what is not used."""
-    loaders = [None, None]
-    if args.max_steps > 0:
-        loaders[0] = DataLoaderLite("train", B, config, args, run)
-        loaders[0].next_batch()  # if this fails, it does so before --overwrite deletes anything
-    if args.val_every > 0:
-        loaders[1] = DataLoaderLite("val", B, config, args, run)
-    return loaders
-
-
-def make_model(config, source, args, run):
-    """Return the model, and what the training loop calls: the model, or DDP around it."""
+def make_state(config, source, args, run) -> State:
+    """Return the state in which the run starts: new, or loaded from the source."""
     # With bfloat16 the residual stream is bfloat16 too: additions and LayerNorms are limited by
     # memory bandwidth, and this saves 4% of the time at equal loss. float16 could overflow
     residual_dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
-    # The weights are drawn on the CPU, so that a seed gives the same ones on every device
-    torch.manual_seed(args.seed)
-    model = GPT(config, args.recompute, residual_dtype)
-    if source:
-        model.load_state_dict(source["model"])
+    torch.manual_seed(args.seed)  # for what a fork draws in a constructor
+    # On the CPU, memory that nobody has written to takes no space, however large the model is
+    model = GPT(config, args.recompute, residual_dtype, seed=None)
     if args.zero > 0 and run.world_size > 1:
-        # Split parameters, gradients and optimizer states over the processes (FSDP2). The weights
-        # of a block are gathered when needed. --zero 2 keeps them until the backward pass, 3 frees
-        # them and gathers them again. The last call shards the rest, such as the tied matrix
+        # Split parameters, gradients and optimizer states over the processes (FSDP2). A block's
+        # weights are gathered when needed. --zero 2 keeps them until the backward pass, 3 gathers
+        # them again. The last call shards the rest, such as the tied matrix
         require(run.dtype != "float16", "--zero needs --dtype bfloat16, tf32 or float32")
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
         for part in [*model.transformer.h, model]:
             if run.compile and part is not model:
                 part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
             fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
-        return model, model
-    model.to(run.device)
-    if run.compile:
-        # Every batch has the same shape. Compiling in place lets the parameters keep their names
-        model.compile(dynamic=False)
-    if run.world_size == 1:
-        return model, model
-    # DDP averages the gradients. With bucket views it needs no second copy of them
-    return model, DDP(model, gradient_as_bucket_view=True)
+    else:
+        model.to(run.device)
+        if run.compile:
+            # Every batch has the same shape. Compiled in place, parameters keep their names
+            model.compile(dynamic=False)
+    if source:
+        load_weights(model, source["model"])
+    else:
+        model.init_weights(args.seed)
+    optimizers = model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
+    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
+    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
+    # skipped and the factor is halved; after 2000 good steps it is doubled. Other dtypes need none
+    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
+    state = State(model, optimizers, scaler)
+    if args.resume:
+        restore_state(state, source)
+    return state
 
 
 def update_weights(optimizers, lr: float, skip: Tensor):
@@ -882,8 +878,7 @@ def update_weights(optimizers, lr: float, skip: Tensor):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_share", 1.0)
-        # Fused AdamW and Muon read found_inf on the device, and change nothing where it is 1. For
-        # any other optimizer, Python waits until `skip` is known
+        # Fused AdamW and Muon read found_inf on the device. For others, Python waits for `skip`
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = skip.float()
             optimizer.step()
@@ -891,85 +886,68 @@ def update_weights(optimizers, lr: float, skip: Tensor):
             optimizer.step()
 
 
-def train(args, config, source, run) -> int:
+def train(args, run, state, loaders) -> int:
     """Train, and return the exit status: 0, or 128 plus the number of a signal."""
-    B = choose_batch_size(config, args, run)
-    sequences_per_step = args.total_batch_size // args.seq_len
-    grad_accum_steps = sequences_per_step // (B * run.world_size)
-    start = source.get("step", 0)  # updates done already
-    train_loader, val_loader = open_data(config, B, args, run)
-    data = train_loader.lengths if train_loader else {}
-    check_run(args, data, source, run)
-    raw_model, model = make_model(config, source, args, run)
-    optimizers = raw_model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
-    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
-    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
-    # skipped and the factor is halved; after 2000 good steps it is doubled. Other dtypes need none
-    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
-    window = torch.full((2, 128), math.nan, device=run.device)  # see must_skip
-    if "step" in source:
-        restore(raw_model, optimizers, scaler, window, source)
-    log = Log(open_log(start, config.vocab_size, args, run), raw_model, args, run)
+    train_loader, val_loader = loaders
+    model = state.model  # what the training loop calls
+    if run.world_size > 1 and args.zero == 0:
+        # It averages the gradients. With bucket views, it needs no second copy of them
+        model = DDP(state.model, gradient_as_bucket_view=True)
+    log = Log(state, args, run)
     signals = []
     if train_loader:
-        parameters = sum(p.numel() for p in raw_model.parameters())
-        epochs = args.max_steps * sequences_per_step / train_loader.windows
-        print0(f"{args.model}, {parameters:,} parameters, on {run.world_size} x {run.device_name}")
-        print0(
-            f"{args.max_steps} steps of {args.data_dir}, {epochs:.2f} epochs, {run.dtype}, B {B}"
-        )
-        train_loader.reset(start * sequences_per_step)
+        S = args.total_batch_size // args.seq_len  # sequences in a step
+        grad_accum_steps = math.ceil(S / (train_loader.B * run.world_size))
+        # DDP and FSDP average over the processes. The sum of all losses times this is their mean
+        scale = run.world_size / args.total_batch_size
+        n = sum(p.numel() for p in state.model.parameters())
+        print0(f"{args.model}, {n:,} parameters, on {run.world_size} x {run.device_name}")
+        plan = f"{args.max_steps * S / train_loader.windows:.2f} epochs of {args.data_dir}"
+        print0(f"{args.max_steps} steps, {plan}, {run.dtype}, B {train_loader.B}")
         catch_signals(signals)
-    if args.sample_every > 0:
-        get_tokenizer(config.tokenizer)  # where it cannot be downloaded, fail now
 
-    # One iteration more than there are updates: each first evaluates the model after `step` updates
-    # if that is due, and the last one does only that
-    intervals = (args.val_every, args.hellaswag_every, args.sample_every, args.save_every)
+    # Each iteration first evaluates the model after `step` updates; the last one does only that
+    intervals = (args.val_every, run.hellaswag_every, args.sample_every, args.save_every)
+    start = state.step
     for step in range(start, args.max_steps + 1):
         if log.must_stop or any(is_due(step, every, args) for every in intervals):
             log.flush()  # which may set must_stop
             if not log.must_stop or step == args.max_steps:
-                evaluate(raw_model, step, val_loader, log, run)
+                evaluate(state.model, step, val_loader, log, run)
             if step > start and (log.must_stop or is_due(step, args.save_every, args)):
-                rest = {"window": window.cpu(), "data": data}
-                save_checkpoint(raw_model, optimizers, scaler, step, args, run, **rest)
+                save_checkpoint(state, train_loader.lengths, args, run)
             log.begin = log.mark()  # the next step begins only now
         if log.must_stop or step == args.max_steps:
             break
 
-        # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences
-        if args.overfit_one_batch:
-            train_loader.reset()  # to the first window
-        # Not model.zero_grad(): with --zero 2, model.parameters() may be gathered copies here
-        for optimizer in optimizers:
+        # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences. (Not
+        #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
+        for optimizer in state.optimizers:
             optimizer.zero_grad()
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: Python never waits for it
-        for micro_step in range(grad_accum_steps):
-            x, y = train_loader.next_batch()  # (B, T) int64 each
-            # DDP averages the gradients over the processes in the last micro-step only. (Without
-            # DDP this has no effect; --zero averages in every micro-step)
+        first = 0 if args.overfit_one_batch else step * S
+        for micro_step, (x, y) in enumerate(train_loader.batches(first, first + S)):  # (B, T) each
+            # DDP averages the gradients in the last micro-step only; without DDP, nobody reads this
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
-                # Gradients of micro-steps add up, and the step needs their mean
-                loss = model(x, y).mean() / grad_accum_steps
-            scaler.scale(loss).backward()
+                loss = model(x, y).sum() * scale
+            state.scaler.scale(loss).backward()
             loss_sum += loss.detach()
 
-        # 2. Clip the gradient, so that one bad batch cannot throw the weights far off. GPT-3 clips
-        #    to a norm of 1.0. The norm before clipping is returned
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
+        # 2. Clip the gradient's norm, as one bad batch could throw the weights far off
+        for optimizer in state.optimizers:
+            state.scaler.unscale_(optimizer)
         norm = whole(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
 
         # 3. Update the weights. All processes get the same values here, so they agree whether to
         #    skip the update, and whether to stop because one of them has received a signal
         stop = torch.full_like(norm, float(len(signals)))
         values = run.mean(torch.stack((loss_sum, norm, stop)))
-        skip = must_skip(values[:2], window, args)
+        skip = ~values[:2].isfinite().all()  # they are means: one bad process is enough
         lr = get_lr(step, args)
-        update_weights(optimizers, lr, skip)
-        scaler.update()
+        update_weights(state.optimizers, lr, skip)
+        state.scaler.update()
+        state.step = step + 1
         log.update(step, lr, torch.stack((*values, skip)))
 
     log.flush()
@@ -982,8 +960,7 @@ def train(args, config, source, run) -> int:
     return 0
 
 
-# -----------------------------------------------------------------------------
-# the command line, which decides what a run is, and the checks that train makes before it starts
+# ---- the command line ---------------------------------------------------------------------------
 
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
@@ -992,67 +969,76 @@ QUICKSTART = {
     "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 700, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
-# Defaults that go with an optimizer, from runs in tests/benchmarks/README.md
-RECIPES = {"muon": {"schedule": "wsd", "weight_decay": 0.2, "final_lr_frac": 0.0}}
-# What makes a run the same run: --resume refuses to change these
-FIXED = ["model", "seq_len", "total_batch_size", "optimizer", "schedule", "seed", "shuffle"]
+# optimizer: (max_lr as a multiple of GPT-3's, most steps of warmup, other defaults). 715 steps of
+# 2**19 tokens are 375M tokens, as in GPT-3. Muon's are from runs in tests/benchmarks/README.md
+RECIPES = {
+    "adamw": (1, 715, {}),
+    "muon": (10, 60, {"schedule": "wsd", "weight_decay": 0.2, "final_lr_frac": 0.0}),
+}
 
 # heading: {flag: (kind, default, help)}. A kind is a type, or a tuple of choices; bool makes --flag
-# and --no-flag. A default of None is decided in decide_args, that of compile in setup_run. To add
-# a flag, add a line. Checkpoints hold it, and --resume takes it from there
+# and --no-flag. A default of None is decided in decide_args, or in setup_run if it depends on the
+# machine. To add a flag, add a line: its heading says when the value in a checkpoint is kept
 FLAGS = {
-    "data, model and batch": {
-        "data_dir": (str, "edu_fineweb10B", "folder of shards"),
-        "log_dir": (str, "log", "folder for log.txt and checkpoints"),
+    "the model: kept by all that is done with it": {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
-        "init_from": (str, "scratch", "gpt2 ... gpt2-xl, a checkpoint, a log_dir, an HF folder"),
-        "batch_size": (int, 0, "B: sequences per GPU and micro-step, 0: what fits"),
         "seq_len": (int, 0, "T: tokens in a sequence, 0: the model's context"),
-        "total_batch_size": (int, 2**19, "tokens per optimizer step, over all GPUs"),  # 524288
-        "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
     },
-    "optimizer": {
-        "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the flags below"),
-        "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715, muon: 60)"),
-        "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
-        "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
+    "the run: kept by evaluations and by --resume, which refuses other values": {
+        "total_batch_size": (int, 2**19, "tokens per optimizer step, over all GPUs"),  # 524288
+        "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the recipe"),
         "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: wsd)"),
-        "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
-        "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
-        "skip_loss_z": (float, 0.0, "skip updates whose loss is this many deviations too high"),
-        "skip_grad_z": (float, 0.0, "the same for the gradient norm; 0: no limit"),
         "seed": (int, 1337, "of the initial weights, the data order and the samples"),
         "shuffle": (bool, True, "read the data in a new order every epoch"),
         "overfit_one_batch": (bool, False, "train on the first batch only, to debug"),
     },
-    "precision, speed and memory": {
-        "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
-        "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
-        "compile": (bool, None, "use torch.compile (default: on GPUs)"),
-        "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
-        "zero": ((0, 2, 3), 0, "2: shard gradients and optimizer state over GPUs, 3: weights too"),
+    "the recipe: kept by evaluations and by --resume": {
+        "data_dir": (str, "edu_fineweb10B", "folder of shards"),
+        "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
+        "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715, muon: 60)"),
+        "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
+        "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
+        "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
+        "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
-    "evaluation and checkpoints": {
+    "evaluation, samples and checkpoints: kept by evaluations and by --resume": {
         "val_every": (int, 250, "validate every this many steps, 0: never"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
         "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: 250, on a CPU 0)"),
         "sample_every": (int, 250, "print samples, 0: never"),
-        "save_every": (int, 1000, "save every this many steps, 0: never"),
-        "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
-        "resume": (bool, False, "continue log_dir's newest checkpoint; without one, start"),
-        "overwrite": (bool, False, "delete the run in log_dir first"),
-    },
-    "other things to do": {
-        "quickstart": (bool, False, "a small GPT on Python's documentation; replaces its last run"),
-        "export_hf": (str, None, "folder: write the model of --init_from for transformers"),
-        "sample": (bool, False, "print what the model of --init_from writes, then exit"),
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
         "temperature": (float, 1.0, "0: always the most likely token"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
+        "save_every": (int, 1000, "save every this many steps, 0: never"),
+        "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
+    },
+    "the machine: kept by --resume": {
+        "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
+        "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
+        "compile": (bool, None, "use torch.compile (default: on GPUs)"),
+        "batch_size": (int, 0, "B: the most sequences per GPU and micro-step, 0: what fits"),
+        "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
+        "zero": ((0, 2, 3), 0, "2: shard gradients and optimizer state over GPUs, 3: weights too"),
+    },
+    "what to do now: never kept": {
+        "log_dir": (str, "log", "folder for log.txt and checkpoints"),
+        "init_from": (str, "scratch", "gpt2 ... gpt2-xl, a checkpoint, a log_dir, an HF folder"),
+        "resume": (bool, False, "continue log_dir's newest checkpoint; without one, start"),
+        "overwrite": (bool, False, "delete the run in log_dir first"),
+        "quickstart": (bool, False, "a small GPT on Python's documentation; replaces its last run"),
+        "sample": (bool, False, "print what the model of --init_from writes, then exit"),
+        "export_hf": (str, None, "folder: write the model of --init_from for transformers"),
     },
 }
+MODEL, RUN, RECIPE, EVALUATION, MACHINE, _ = FLAGS  # the headings
+
+
+def flags_of(*headings) -> dict:
+    """Return {flag: default} of the flags under these headings, or else of all."""
+    tables = [FLAGS[heading] for heading in headings or FLAGS]
+    return {flag: row[1] for table in tables for flag, row in table.items()}
 
 
 def parse_flags(argv) -> dict:
@@ -1074,59 +1060,88 @@ def parse_flags(argv) -> dict:
     return vars(parser.parse_args(argv))
 
 
-def decide_args(given, source) -> Namespace:
-    """Return every flag, from the command line, the source, RECIPES, QUICKSTART or else FLAGS."""
-    defaults = {}
-    for flags in FLAGS.values():
-        defaults |= {flag: default for flag, (_, default, _) in flags.items()}
+def decide_args(given, stored) -> Namespace:
+    """Return every flag, from the command line, a checkpoint, RECIPES, QUICKSTART or else FLAGS."""
+    defaults = flags_of()
     if given.get("quickstart"):
         defaults |= QUICKSTART
-    # To resume, evaluate or sample, take all flags of the source. A new run takes model and T only
-    taken = defaults.keys() - {"log_dir", "resume", "overwrite"}
-    if "step" not in source and not given.get("sample") and given.get("max_steps") != 0:
-        taken = {"model", "seq_len", *GPTConfig.__dataclass_fields__}
-    stored = {flag: value for flag, value in source.get("args", {}).items() if flag in taken}
-    recipe = RECIPES.get((defaults | stored | given)["optimizer"], {})
+    optimizer = (defaults | stored | given)["optimizer"]
+    rate, warmup_steps, recipe = RECIPES.get(optimizer, RECIPES["adamw"])
     args = Namespace(**(defaults | recipe | stored | given))
     args.model = args.model.removeprefix("gpt2:")  # llm.c also writes gpt2:d12 for d12
-
-    # Decide what is None. A model from a folder may have a size that is not in SIZES
-    *_, context, rate = SIZES.get(args.model, SIZES["d12"])
-    # 715 steps of 2**19 tokens are 375M tokens, as in GPT-3. A short run warms up for a third
-    warmup_steps = min(715, args.max_steps // 3)
-    if args.optimizer == "muon":
-        rate *= 10
-        warmup_steps = min(60, warmup_steps)
-    decided = {"max_lr": rate, "warmup_steps": warmup_steps, "hellaswag_every": 250}
-    for flag, value in decided.items():
-        if getattr(args, flag) is None:
-            setattr(args, flag, value)
-    # HellaSwag takes half an hour on a CPU. Somebody may have copied this script alone
-    can_score = Path(__file__).with_name("hellaswag.py").exists()
-    can_score &= choose_device(args.device).type == "cuda"
-    args.hellaswag_every *= can_score or "hellaswag_every" in given
+    # A model from a folder may have a size that is not in SIZES
+    *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])
     args.seq_len = args.seq_len or context
+    if args.max_lr is None:
+        args.max_lr = rate * gpt3_rate
+    if args.warmup_steps is None:  # a short run warms up for a third
+        args.warmup_steps = min(warmup_steps, args.max_steps // 3)
     if args.sample or args.export_hf:  # an evaluation by samples only
         vars(args).update(max_steps=0, val_every=0, hellaswag_every=0, sample_every=1)
     elif args.quickstart and args.max_steps > 0 and args.log_dir == QUICKSTART["log_dir"]:
         args.overwrite = not args.resume  # the quickstart replaces its own earlier run
-
     for flag, value in vars(args).items():
         is_possible = not isinstance(value, int | float) or 0 <= value < math.inf
         require(is_possible, f"--{flag} {value}: expected a finite number >= 0")
+    require(args.seed < 2**32, f"--seed {args.seed}: expected less than 2**32")
     modes = (args.resume, args.overwrite, args.max_steps == 0)
     require(sum(modes) < 2, "--resume, --overwrite and --max_steps 0 (--sample) exclude each other")
     return args
 
 
+def find_source(given) -> tuple[Namespace, dict]:
+    """Return the flags, with resume only if a run goes on, and where its weights come from."""
+    args = decide_args(given, {})
+    checkpoints = list_checkpoints(args.log_dir)
+    is_free = not checkpoints and not Path(args.log_dir, "log.txt").exists()
+    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
+    # When torchrun starts a run again, --overwrite would delete the run's own checkpoints
+    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    may_write = is_free or args.resume or args.max_steps == 0 or (args.overwrite and is_first)
+    require(may_write, f"{args.log_dir} holds a run: {choice}")
+    path = Path(args.init_from).resolve()
+    is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
+    require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
+    source = {}  # for new weights
+    headings = [MODEL]
+    given["resume"] = args.resume and bool(checkpoints)
+    if given["resume"]:
+        source = load_checkpoint(checkpoints[-1])
+        headings += [RUN, RECIPE, EVALUATION, MACHINE]
+    elif args.init_from != "scratch" or args.sample or args.export_hf:
+        source = load_source(args.init_from)
+        if args.max_steps == 0:
+            headings += [RUN, RECIPE, EVALUATION]
+    stored = source.get("args", {})
+    args = decide_args(given, {flag: stored[flag] for flag in flags_of(*headings).keys() & stored})
+    if args.resume:
+        check_resume(args, source)
+    return args, source
+
+
+def check_resume(args, source):
+    """Raise UserError if the flags would make the run in log_dir another run."""
+    unknown = sorted(source["args"].keys() - flags_of())
+    require(not unknown, f"--resume: {args.log_dir} holds a run with {unknown}, not in this script")
+    for flag, default in flags_of(MODEL, RUN).items():
+        new = getattr(args, flag)
+        old = source["args"].get(flag, default)  # an older script may not have had the flag
+        require(new == old, f"--resume: {args.log_dir} holds a run with --{flag} {old}, not {new}")
+    found = f"{args.log_dir} is at step {source['step']}"
+    require(source["step"] <= args.max_steps, f"{found}, beyond --max_steps {args.max_steps}")
+    print0(f"{found}, reached with dtype {source['dtype']}")
+
+
 def make_config(args, source) -> GPTConfig:
     """Return the model's config: the source's, or the size's with the data's vocabulary."""
-    fields = GPTConfig.__dataclass_fields__
-    flags = {flag: value for flag, value in vars(args).items() if flag in fields}
+    fields = vars(args).keys() & GPTConfig.__dataclass_fields__
+    flags = {flag: vars(args)[flag] for flag in fields}
     if source:
         config = GPTConfig(**(source["config"] | flags))
-        is_same = config == GPTConfig(**source["config"]) and args.model == source["args"]["model"]
-        require(is_same, f"the flags describe another model than the weights: {source['config']}")
+        changed = dict(asdict(config).items() - asdict(GPTConfig(**source["config"])).items())
+        if args.model != source["args"]["model"]:
+            changed["model"] = args.model
+        require(not changed, f"the flags describe another model than the weights: {changed}")
     else:
         require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
         n_layer, n_head, n_embd, block_size, _ = SIZES[args.model]
@@ -1137,60 +1152,66 @@ def make_config(args, source) -> GPTConfig:
     return config
 
 
-def fitting_batch_size(config, args, run) -> int:
-    """Estimate how many sequences fit into the GPU's memory in a forward and a backward pass."""
-    with torch.device("meta"):  # shapes without memory
-        parameters = sum(p.numel() for p in GPT(config).parameters())
-    # float32 weights, gradients and AdamW's two moments take 16 bytes per parameter. Autocast's
-    # 16-bit copies of the weights, and of some gradients, take about 4 more. With --zero the 16
-    # bytes are divided by the processes, and the gathered weights take 4
-    fixed = 20 * parameters
-    if args.zero > 0:
-        fixed = 16 * parameters // run.world_size + 4 * parameters
-    # A block keeps 16 C values of every token for the backward pass: two residual sums, two
-    # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
-    # Autocast keeps some in float32, which makes about 20 C. Then there are the logits
-    values = config.n_layer * 20 * config.n_embd + config.vocab_size  # per token
-    if args.recompute:  # every block's input, and all values of one block at a time
-        values = (config.n_layer + 20) * config.n_embd + config.vocab_size
-    size = 2 if run.dtype in ("bfloat16", "float16") else 4  # bytes per value
-    memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # bytes, 10% spare
-    return int((memory - fixed) / (size * values * args.seq_len))
-
-
 def choose_batch_size(config, args, run) -> int:
     """Return B, the sequences in a micro-step of one process. B changes nothing but rounding."""
-    if args.max_steps == 0:  # an evaluation, which has no steps to divide, and needs little memory
+    if args.max_steps == 0:  # an evaluation, which needs little memory
         return args.batch_size or 16
     T = args.seq_len
-    sequences, rest = divmod(args.total_batch_size, T * run.world_size)
-    found = f"--total_batch_size {args.total_batch_size}: not a multiple of seq_len {T}"
-    require(rest == 0 and sequences > 0, f"{found} x {run.world_size} processes")
-    most = max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
-    if run.device.type == "cuda":
-        most = min(128, fitting_batch_size(config, args, run))  # an H100 gets no faster beyond
-    fitting = [B for B in range(1, most + 1) if sequences % B == 0]
-    B = args.batch_size or max(fitting, default=0)
-    require(B > 0, "no sequence fits into this GPU: use --recompute, --zero 3 or a smaller --model")
-    require(sequences % B == 0, f"--batch_size {B} does not divide {sequences} sequences a process")
-    return B
+    sequences, rest = divmod(args.total_batch_size, T)
+    require(rest == 0 < sequences, f"--total_batch_size: expected a multiple of --seq_len {T}")
+    most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
+    if run.device.type == "cuda" and not args.batch_size:
+        parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
+        shards = run.world_size if args.zero > 0 else 1
+        # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter, and
+        # copies in 16 bits, or gathered ones, 4
+        weights = (16 / shards + 4) * parameters
+        # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
+        # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
+        # Autocast keeps some in float32, which makes about 20 C. Then there are the logits
+        blocks = 20 * config.n_layer
+        if args.recompute:  # every block's input, and all values of one block at a time
+            blocks = 20 + config.n_layer
+        size = 2 if run.dtype in ("bfloat16", "float16") else 4
+        sequence = size * (blocks * config.n_embd + config.vocab_size) * T  # bytes
+        memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # 10% spare
+        most = min(128, int((memory - weights) / sequence))  # an H100 gets no faster beyond 128
+        require(most > 0, "no sequence fits: use --recompute, --zero 3 or a smaller --model")
+    # Divide the sequences evenly over the processes, and their shares over few micro-steps
+    share = math.ceil(sequences / run.world_size)
+    return math.ceil(share / math.ceil(share / most))
 
 
-def check_run(args, data: dict, source, run):
-    """Raise UserError if --resume has flags or data that would make it another run."""
-    steps = run.gather(source.get("step"))
+def prepare(args, source, run) -> tuple[State, list]:
+    """Do all that can fail before the first step. Return the state, and two loaders or None."""
+    if run.rank > 0:
+        run.gather()  # the first process downloads what the others will find
+    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
+        import fineweb
+
+        fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
+    config = make_config(args, source)
+    if args.sample_every > 0 or run.hellaswag_every > 0:
+        get_tokenizer(config.tokenizer)
+    if run.hellaswag_every > 0:
+        import hellaswag
+
+        hellaswag.fetch()
+    if run.rank == 0:
+        run.gather()
+    B = choose_batch_size(config, args, run)
+    loaders = [None, None]
+    if args.max_steps > 0:
+        loaders[0] = DataLoaderLite("train", B, config, args, run)
+        next(loaders[0].batches(0, 1))
+    if args.val_every > 0:
+        loaders[1] = DataLoaderLite("val", B, config, args, run)
+    if args.resume:
+        require(loaders[0].lengths == source["data"], f"--resume: {args.data_dir} has other shards")
+    state = make_state(config, source, args, run)
+    steps = run.gather(state.step)  # all wait: where one has failed, none goes on
     require(len(set(steps)) == 1, f"the processes have found checkpoints of the steps {steps}")
-    if "step" not in source:
-        return
-    same_data = data == source["data"]
-    require(same_data, f"--resume: {args.data_dir} has other shards than the run in {args.log_dir}")
-    for flag in FIXED:
-        new = getattr(args, flag)
-        old = source["args"][flag]
-        require(new == old, f"--resume: {args.log_dir} holds a run with --{flag} {old}, not {new}")
-    found = f"{args.log_dir} is at step {source['step']}"
-    require(source["step"] <= args.max_steps, f"{found}, beyond --max_steps {args.max_steps}")
-    print0(f"{found}, reached with dtype {source['dtype']}")
+    return state, loaders
 
 
 def catch_signals(received: list):
@@ -1205,71 +1226,33 @@ def catch_signals(received: list):
     signal.signal(signal.SIGINT, catch)
 
 
-def run_command(argv) -> int:
-    """Do what the command line asks for and return the exit status."""
-    given = parse_flags(argv)
-    source = find_source(decide_args(given, {}))
-    args = decide_args(given, source)
-    needs_model = args.sample or args.export_hf
-    require(source or not needs_model, "--sample and --export_hf need a model: --init_from")
-    if args.export_hf:
-        model = GPT(GPTConfig(**source["config"]))
-        model.load_state_dict(source["model"])
-        export_hf(model, args.export_hf)
-        return 0
-    run = setup_run(args)
-    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
-        import fineweb
-
-        if run.rank == 0:  # if the shards are complete, this prints so and returns
-            fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-        run.gather()
-    return train(args, make_config(args, source), source, run)
-
-
 def main(argv=None):
     """Run the command line and exit: with 0, 2 for a UserError, or 128 plus a signal's number."""
     try:
-        status = run_command(argv)
+        args, source = find_source(parse_flags(argv))
+        if args.export_hf:
+            export_hf(GPT.from_pretrained(args.init_from), args.export_hf)
+            sys.exit(0)
+        run = setup_run(args)
+        state, loaders = prepare(args, source, run)
+        del source  # a checkpoint is mapped, and takes up its disk until nobody uses it
+        status = train(args, run, state, loaders)
+        if run.world_size > 1:
+            dist.destroy_process_group()
     except (UserError, ConnectionError) as error:
         print(f"train_gpt2.py: {error}", file=sys.stderr)
         status = 2
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        os._exit(status)  # at once: a thread of PyTorch could crash a normal exit
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        # At once: after a mistake, the others may wait for this process until torchrun ends them.
+        # After a run, a thread of PyTorch could crash a normal exit
+        os._exit(status)
     sys.exit(status)
 
 
-# -----------------------------------------------------------------------------
-# appendix A: the loss as one kernel. The logits are the largest tensor, 6.6 GB in bfloat16 at B 64.
-# PyTorch's compiled loss and gradient take 10.7 ms on an H100. The kernel takes 4.8 ms, because it
-# writes the gradient over the logits, in one pass. Copying the logits takes 4.4 ms
-
-
-class FusedCrossEntropy(torch.autograd.Function):
-    """linear_cross_entropy for bfloat16 on a GPU. The gradient of a row of logits is softmax(row) -
-    onehot(target), times the gradient of the row's loss. The kernel stores it without that last
-    factor, a number per row, by which backward multiplies. There is no second derivative."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
-        w = weight.to(x.dtype)  # (padded V, C) bfloat16
-        logits = x @ w.T  # (N, padded V)
-        losses = torch.empty(len(x), device=x.device)  # float32
-        cross_entropy_kernel[(len(x),)](logits, targets, losses, V, len(w), num_warps=16)
-        ctx.save_for_backward(x, w, logits)  # the kernel has put the gradient in their place
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple:
-        x, w, dlogits = ctx.saved_tensors  # dlogits without the factor grad
-        grad = grad[:, None]  # (N, 1) float32
-        # grad multiplies x, (N, C), rather than dlogits, (N, padded V), which is far larger
-        dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
-        dx = (dlogits @ w * grad).to(x.dtype)
-        return dx, dweight, None, None
-
-
+# ---- appendix A: the loss as one kernel ---------------------------------------------------------
+# The logits are the largest tensor, 6.6 GB in bfloat16 at B 64. PyTorch's compiled loss and its
+# gradient take 10.7 ms on an H100. The kernel takes 4.8 ms, because it writes the gradient over the
+# logits, in one pass. Copying the logits takes 4.4 ms
 if triton:
 
     @triton.jit
@@ -1319,9 +1302,36 @@ if triton:
         p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
         tl.store(at_target, p.to(logits.dtype.element_ty))
 
+    # A graph with an operator like this can be cached; an autograd.Function made a start 8 s longer
+    @torch.library.triton_op("gpt2::cross_entropy", mutates_args=())
+    def fused_cross_entropy(
+        x: Tensor, weight: Tensor, targets: Tensor, V: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return head_cross_entropy, (N,) float32, for bfloat16 on a GPU, and the gradient of each
+        loss with respect to its row of logits, (N, padded V) bfloat16: softmax - onehot."""
+        logits = x @ weight.to(x.dtype).T
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        kernel = torch.library.wrap_triton(cross_entropy_kernel)
+        kernel[(len(x),)](logits, targets, losses, V, len(weight), num_warps=16)
+        return losses, logits  # the kernel has put the gradient in their place
 
-# -----------------------------------------------------------------------------
-# appendix B: Muon
+    def keep_for_backward(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2], output[1])
+        ctx.set_materialize_grads(False)  # no zeros, 6.6 GB, for the output that is not used
+
+    def backward_cross_entropy(ctx, grad: Tensor, _) -> tuple:
+        """Return the gradients of x and of the weight, given that of the losses, (N,) float32."""
+        x, weight, dlogits = ctx.saved_tensors
+        grad = grad[:, None]  # (N, 1)
+        # grad multiplies x, (N, C), rather than dlogits, (N, padded V), which is far larger
+        dweight = torch.mm(dlogits.T, (x * grad).to(x.dtype), out_dtype=torch.float32)
+        dx = (dlogits @ weight.to(x.dtype) * grad).to(x.dtype)
+        return dx, dweight, None, None
+
+    fused_cross_entropy.register_autograd(backward_cross_entropy, setup_context=keep_for_backward)
+
+
+# ---- appendix B: Muon ---------------------------------------------------------------------------
 
 
 class Muon(torch.optim.Optimizer):
@@ -1330,8 +1340,8 @@ class Muon(torch.optim.Optimizer):
 
     # The gradient of a matrix has few large singular values and many small ones, so a step along it
     # moves the matrix in few directions. Muon averages the gradients and then makes all singular
-    # values about 1, so that every direction learns. (torch.optim.Muon takes matrices one by one,
-    # with a thousand kernel launches. Here those of one shape are stacked)
+    # values about 1, so that every direction learns. Matrices of one shape are stacked, because
+    # torch.optim.Muon, which takes them one by one, launches a thousand kernels a step
 
     def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
@@ -1347,14 +1357,14 @@ class Muon(torch.optim.Optimizer):
             rate = group["lr"] * (1 - self.found_inf)
             for shape in sorted({p.shape for p in group["params"]}):
                 params = [p for p in group["params"] if p.shape == shape]
-                averages = [self.average_gradient(p, group["momentum"]) for p in params]
-                updates = rate * orthogonal_updates(torch.stack(averages))
+                stack = torch.stack([self.average_gradient(p, group["momentum"]) for p in params])
+                # c_attn is divided into q, k and v. If they were made orthogonal as one matrix, the
+                # largest of them would take most of the update
+                parts = stack.split(group.get("rows", shape[0]), dim=1)
+                updates = rate * torch.cat([orthogonal_updates(part) for part in parts], dim=1)
                 for p, update in zip(params, updates, strict=True):
-                    if isinstance(p, DTensor):  # every process keeps its part of the update
-                        layout = (p.device_mesh, p.placements)
-                        update = distribute_tensor(update, *layout, src_data_rank=None)
                     p.mul_(1 - rate * group["weight_decay"])
-                    p.sub_(update)
+                    p.sub_(shard_as(p, update))
 
     def average_gradient(self, p: Tensor, momentum: float) -> Tensor:
         """Add p's gradient to its running average, and return the direction of the step."""
@@ -1373,11 +1383,6 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal_updates(stack: Tensor) -> Tensor:
     """Return the orthogonalized matrices of a stack (n, rows, columns), scaled to be updates."""
-    n, rows, columns = stack.shape
-    if rows == 3 * columns:
-        # c_attn is three matrices on top of each other, for q, k and v. If they were made
-        # orthogonal as one matrix, the largest of them would take most of the update
-        stack = stack.view(3 * n, columns, columns)
     if dist.is_initialized():  # every process computes a share of them
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         updates = torch.zeros_like(stack)
@@ -1387,8 +1392,7 @@ def orthogonal_updates(stack: Tensor) -> Tensor:
         updates = orthogonalize(stack)
     # An orthogonal matrix has entries of root mean square max(rows, columns) ** -0.5. Scale them
     # to 0.2, as large as AdamW's updates are, so that one rate serves both optimizers
-    scale = 0.2 * max(stack.shape[1:]) ** 0.5
-    return scale * updates.view(n, rows, columns)
+    return 0.2 * max(stack.shape[1:]) ** 0.5 * updates
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
@@ -1406,8 +1410,7 @@ def orthogonalize(stack: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-# -----------------------------------------------------------------------------
-# appendix C: weights in Hugging Face's format, in and out
+# ---- appendix C: weights in Hugging Face's format, in and out -----------------------------------
 
 HUGGING_FACE = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 
@@ -1429,17 +1432,19 @@ def load_hf(name: str) -> dict:
     """Return what load_source does for a GPT-2 of transformers: a folder, or a name on the hub."""
     from transformers import AutoConfig, GPT2LMHeadModel  # training does not need transformers
 
-    c = AutoConfig.from_pretrained(name)  # reads config.json, which does not name the tokenizer
+    with reading(name):
+        c = AutoConfig.from_pretrained(name)  # reads config.json, which names no tokenizer
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)
     found = f"{name} is a {c.model_type} model with {c.vocab_size} tokens"
     require(c.model_type == "gpt2" and tokenizer, f"{found}, expected gpt2 with 50257 or 257")
-    theirs = GPT2LMHeadModel.from_pretrained(name)
+    with reading(name):
+        theirs = GPT2LMHeadModel.from_pretrained(name)
     shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
-    ours = GPT(GPTConfig(*shape, c.vocab_size, tokenizer, eot=c.vocab_size - 1))
+    ours = GPT(GPTConfig(*shape, c.vocab_size, tokenizer, eot=c.vocab_size - 1), seed=None)
     weights = change_layout(theirs.state_dict(), len(ours.lm_head.weight))
-    ours.load_state_dict(weights)
+    load_weights(ours, weights)
     # The activation or a scale may differ from GPT-2's
-    require(same_logits(ours, theirs), f"{name} has other logits than this script's GPT")
+    require(same_outputs(ours, theirs), f"{name} has other logits than this script's GPT")
     sizes = [size for size, values in SIZES.items() if values[:4] == shape] or [name]
     args = {"model": sizes[0], "seq_len": c.n_positions}
     return {"config": asdict(ours.config), "model": weights, "args": args}
@@ -1453,27 +1458,27 @@ def export_hf(model, folder):
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     shape |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
     theirs = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=c.eot, eos_token_id=c.eot))
-    weights = change_layout(model.state_dict(), c.vocab_size)
-    shapes = {name: p.shape for name, p in weights.items()}
-    is_gpt2 = shapes == {name: p.shape for name, p in theirs.state_dict().items()}
-    if is_gpt2:
-        theirs.load_state_dict(weights)
-        is_gpt2 = same_logits(model, theirs)
-    require(is_gpt2, "this model is not a GPT-2: transformers does not compute its logits")
+    found = "this model is not a GPT-2: transformers does not compute its logits and losses"
+    try:
+        theirs.load_state_dict(change_layout(model.state_dict(), c.vocab_size))
+    except RuntimeError as error:  # other names or shapes
+        raise UserError(found) from error
+    require(same_outputs(model, theirs), found)
     theirs.save_pretrained(folder)  # config.json and model.safetensors
     export_tokenizer(c, folder)
     print0(f"wrote {folder} for transformers")
 
 
 @torch.no_grad()
-def same_logits(ours: GPT, theirs: nn.Module) -> bool:
-    """Return whether both models compute the same logits for a context full of random tokens."""
+def same_outputs(ours: GPT, theirs: nn.Module) -> bool:
+    """Return whether both models compute the same logits and losses for random tokens."""
     c = ours.config
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(c.vocab_size, (1, c.block_size), generator=generator)
-    logits = ours.eval()(tokens)  # (1, T, V)
-    error = (theirs.eval()(tokens).logits - logits).abs().max() / logits.abs().max()
-    return error.item() < 1e-4
+    x = torch.randint(c.vocab_size, (1, c.block_size), generator=generator)  # (1, T)
+    logits = theirs.eval()(x).logits  # (1, T, V)
+    losses = F.cross_entropy(logits[0], x[0], reduction="none")  # (T,)
+    errors = [ours.eval()(x) - logits, ours(x, x)[0] - losses]
+    return all(error.abs().max() < 1e-4 * logits.abs().max() for error in errors)
 
 
 def export_tokenizer(config, folder: str):

@@ -1,5 +1,6 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
+import math
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,10 +37,10 @@ BAD = {
     "T above the context": (["--seq_len", 17], "--seq_len 17: the context is 16"),
     "a fraction of a sequence": (
         ["--total_batch_size", 100],
-        "100: not a multiple of seq_len 16 x 1",
+        "--total_batch_size: expected a multiple of --seq_len 16",
     ),
-    "indivisible batch": (["--batch_size", 3], "--batch_size 3 does not divide 16 sequences"),
-    "sample of nothing": (["--sample"], "need a model: --init_from"),
+    "too large a seed": (["--seed", 2**32], "--seed 4294967296: expected less than 2\\*\\*32"),
+    "sample of nothing": (["--sample"], "--init_from scratch: expected a checkpoint"),
     "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
     "resume and evaluate": (["--resume", "--max_steps", 0], "exclude each other"),
     "overwrite and evaluate": (["--overwrite", "--max_steps", 0], "exclude each other"),
@@ -75,20 +77,62 @@ def test_help_lists_every_flag_with_its_default(capsys):
 def test_a_flag_comes_from_the_first_that_has_it(monkeypatch):
     """The command line, the checkpoint, the optimizer's recipe, --quickstart, the default."""
     monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
-    monkeypatch.setitem(RECIPES, "muon", {"weight_decay": 0.6, "schedule": "wsd"})
+    monkeypatch.setitem(RECIPES, "muon", (1, 1, {"weight_decay": 0.6, "schedule": "wsd"}))
     stored = {"optimizer": "muon", "weight_decay": 0.5, "max_lr": 0.5, "seq_len": 8, "model": "d6"}
-    stored["hellaswag_every"] = 7
-    resumed, source = {"step": 3, "args": stored}, {"args": stored}
     cases = [({}, {}, 0.1), ({"quickstart": True, "optimizer": "adamw"}, {}, 0.7),
-             ({"quickstart": True}, {}, 0.6), ({"optimizer": "muon"}, {}, 0.6), ({}, resumed, 0.5),
-             ({"quickstart": True}, resumed, 0.5), ({"weight_decay": 0.4}, resumed, 0.4),
-             ({}, source, 0.1), ({"sample": True}, source, 0.5), ({"max_steps": 0}, source, 0.5)]  # fmt: skip
+             ({"quickstart": True}, {}, 0.6), ({"optimizer": "muon"}, {}, 0.6), ({}, stored, 0.5),
+             ({"quickstart": True}, stored, 0.5), ({"weight_decay": 0.4}, stored, 0.4)]  # fmt: skip
     for given, where, expected in cases:
-        args = decide_args(given | {"device": "cpu"}, where)
-        assert args.weight_decay == expected, (given, where)
-        assert not where or (args.model, args.seq_len) == ("d6", 8), "a new run takes the model too"
-        assert args.hellaswag_every == 0, "the device decides"
-    assert decide_args({"max_lr": 0.0, "device": "cpu"}, resumed).max_lr == 0, "0 is a value"
+        assert decide_args(given, where).weight_decay == expected, (given, where)
+    assert decide_args({"max_lr": 0.0}, stored).max_lr == 0, "0 is a value"
+
+
+def test_the_heading_of_a_flag_decides_where_it_travels(tmp_path, shards, monkeypatch):
+    """To a resumed run, an evaluation, or a new run that begins with the weights. What the command
+    line says wins. Where a default depends on the machine, the checkpoint does not decide it."""
+    log = tmp_path / "log"
+    flags = [
+        "--data_dir",
+        shards,
+        "--log_dir",
+        log,
+        "--max_steps",
+        2,
+        "--grad_clip",
+        0.5,
+        "--seed",
+        5,
+    ]
+    assert main(*flags, "--seq_len", 8, "--val_every", 7, "--batch_size", 3, "--no-compile") == 0
+    found = ("seq_len", "seed", "grad_clip", "val_every", "batch_size", "compile", "data_dir")
+    kept = (8, 5, 0.5, 7, 3, False, str(shards))
+    new = (8, 1337, 1.0, 250, 0, None, "edu_fineweb10B")
+    for given, expected in [
+        ({"log_dir": log, "resume": True}, kept),
+        ({"init_from": log, "max_steps": 0}, (*kept[:4], 0, None, str(shards))),
+        ({"init_from": log, "log_dir": tmp_path / "new"}, new),
+        ({"init_from": log, "sample": True, "seed": 6}, (8, 6, 0.5, 0, 0, None, str(shards))),
+    ]:
+        given = {
+            key: str(value) if isinstance(value, Path) else value for key, value in given.items()
+        }
+        args, source = train_gpt2.find_source(dict(given))
+        assert tuple(getattr(args, flag) for flag in found) == expected, given
+        assert source["step"] == 2 and args.resume == ("resume" in given)
+
+
+@pytest.mark.parametrize("given, cpu, gpu", [(None, 0, 250), (5, 5, 5), (0, 0, 0)])
+def test_hellaswag_is_left_out_on_a_cpu_unless_it_is_asked_for(monkeypatch, given, cpu, gpu):
+    """A checkpoint made on a CPU says nothing of GPUs: what is not given is decided by each run."""
+    args = decide_args({} if given is None else {"hellaswag_every": given}, {})
+    assert args.hellaswag_every == given
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert train_gpt2.setup_run(args).hellaswag_every == cpu
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": (8, 0)}
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert train_gpt2.setup_run(args).hellaswag_every == gpu
 
 
 def test_defaults_follow_the_model_and_the_optimizer():
@@ -96,9 +140,9 @@ def test_defaults_follow_the_model_and_the_optimizer():
     a set of flags that replaces its own earlier run, and no other."""
     args = defaults(model="gpt2:d24")
     assert (args.model, args.max_lr, args.seq_len, args.schedule) == ("d24", 3e-4, 1024, "cosine")
-    assert defaults(model="gpt3:c768").seq_len == 2048 and args.hellaswag_every == 0
+    assert defaults(model="gpt3:c768").seq_len == 2048
     args = defaults(model="d24", optimizer="muon")
-    assert args.max_lr > 3e-4 and vars(args).items() >= RECIPES["muon"].items()
+    assert args.max_lr == pytest.approx(3e-3) and vars(args).items() >= RECIPES["muon"][2].items()
     assert defaults().total_batch_size * defaults().max_steps == pytest.approx(10e9, rel=1e-3)
     args = defaults(quickstart=True, max_steps=3)
     assert vars(args).items() >= (QUICKSTART | {"max_steps": 3}).items() and args.overwrite
@@ -106,28 +150,40 @@ def test_defaults_follow_the_model_and_the_optimizer():
         assert not defaults(quickstart=True, **given).overwrite and not defaults().overwrite
 
 
-def test_b_is_the_largest_number_that_fits_and_divides(monkeypatch):
+def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     """8192 tokens fit on a CPU. On a GPU of 80 GiB, 12 blocks of 768 channels take for a token
     12 * 40 * 768 bytes, and the logits 2 * 50257; the weights and the rest 20 a parameter."""
-    for T, sequences, B in ((1024, 512, 8), (64, 12, 12), (1000, 14, 7), (16384, 2, 1)):
+    for T, sequences, world, B in (
+        (1024, 512, 1, 8), (64, 12, 1, 12), (1000, 14, 1, 7), (16384, 2, 1, 1), (1000, 17, 1, 6),
+        (1024, 512, 3, 8), (1024, 512, 7, 8), (1024, 20, 3, 7), (1024, 3, 5, 1),
+    ):  # fmt: skip
         args = defaults(seq_len=T, total_batch_size=T * sequences)
-        assert train_gpt2.choose_batch_size(GPTConfig(), args, make_run()) == B
+        assert train_gpt2.choose_batch_size(GPTConfig(), args, make_run(0, world)) == B, (
+            T,
+            sequences,
+        )
     memory = Namespace()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    for gib, flags, dtype, world, fitting, B in [
-        (80, {}, "bfloat16", 1, 155, 128), (24, {}, "bfloat16", 1, 43, 32), (24, {}, "tf32", 1, 21, 16),
-        (24, {"recompute": True}, "bfloat16", 1, 135, 128), (24, {"zero": 3}, "bfloat16", 8, 46, 32),
-        (2, {}, "tf32", 1, 0, None),
+    for gib, flags, dtype, world, fitting in [
+        (80, {}, "bfloat16", 1, 155), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 21),
+        (24, {"recompute": True}, "bfloat16", 1, 135), (24, {"zero": 3}, "bfloat16", 8, 46),
+        (2, {}, "tf32", 1, 0),
     ]:  # fmt: skip
         memory.total_memory = gib * 2**30
-        args = defaults(**flags)
         gpu = make_run(0, world, device=torch.device("cuda", 0), dtype=dtype)
-        assert train_gpt2.fitting_batch_size(GPTConfig(), args, gpu) == fitting, (gib, flags, dtype)
-        if B:
-            assert train_gpt2.choose_batch_size(GPTConfig(), args, gpu) == B
-    with pytest.raises(UserError, match="no sequence fits"):
-        train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
-    args.batch_size = 4
+        for most in (
+            fitting,
+            fitting + 1,
+        ):  # so many sequences are one micro-step, and one more are two
+            args = defaults(total_batch_size=1024 * max(1, most) * world, **flags)
+            if fitting == 0:
+                with pytest.raises(UserError, match="no sequence fits"):
+                    train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
+                continue
+            micro_steps = math.ceil(most / min(128, fitting))
+            B = train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
+            assert math.ceil(most / micro_steps) == B, (gib, flags, dtype, most)
+    args = defaults(batch_size=4)
     assert train_gpt2.choose_batch_size(GPTConfig(), args, gpu) == 4, "the user knows better"
     evaluation = defaults(max_steps=0, seq_len=1000)  # divides nothing, keeps nothing
     assert train_gpt2.choose_batch_size(GPTConfig(), evaluation, gpu) == 16
@@ -179,7 +235,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, capsy
     assert main(*old, "--max_steps", 1) == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setattr(train_gpt2, "MLP", MLP)
-    monkeypatch.setitem(FLAGS, "a fork", {"width": (int, 4, "of the MLP")})
+    monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "width", (int, 4, "of the MLP"))
     assert main(*old, "--max_steps", 2, "--resume") == 0
     assert main(*old, "--max_steps", 3, "--resume", "--width", 6) == 2
     assert main(*new, "--max_steps", 1, "--width", 6) == 0
@@ -188,8 +244,10 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, capsy
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
     assert checkpoint["model"]["transformer.h.1.mlp.c_fc.weight"].shape == (6 * 32, 32)
     assert main(*new, "--max_steps", 3, "--resume", "--width", 4) == 2
-    assert capsys.readouterr().err.count("the flags describe another model") == 2
-    monkeypatch.setitem(FLAGS, "a fork", {"n_layer": (int, 2, "blocks")})
+    assert capsys.readouterr().err.count("holds a run with --width") == 2
+    assert main("--init_from", tmp_path / "new", "--max_steps", 0, "--width", 4) == 2
+    assert "another model than the weights: {'width': 4}" in capsys.readouterr().err
+    monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "n_layer", (int, 2, "blocks"))
     assert main(*new, "--overwrite", "--max_steps", 1, "--n_layer", 3) == 0
     assert load(tmp_path / "new", 1)["config"]["n_layer"] == 3
 

@@ -84,7 +84,7 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, monkeypat
     good = (0, 1, 21, 41)
     break_losses(monkeypatch, lambda n, losses: losses if n in good else losses * math.nan)
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 99, "--save_every", 30]
-    message = "20 updates in a row were skipped, with loss nan and norm nan"
+    message = "20 updates in a row were skipped: resume with a lower --max_lr"
     assert refused(capsys, message, *flags, "--val_every", 0)
     assert list(read_log(tmp_path)["train"]) == list(range(42 + 20)) and steps(tmp_path) == [30, 60]
     assert all(p.isfinite().all() for p in load(tmp_path, 60)["model"].values())
@@ -202,14 +202,53 @@ def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, conte
     assert not (tmp_path / "log").exists()
 
 
-def test_hellaswag_that_cannot_be_downloaded_is_one_line(tmp_path, shards, monkeypatch, capsys):
-    """A run on a machine without network finds out at its start."""
+@pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
+def test_what_cannot_be_downloaded_is_one_line_and_deletes_nothing(
+    old, shards, monkeypatch, capsys, what
+):
+    """A run with --overwrite on a machine without network leaves the old one as it is."""
     import hellaswag
 
-    def fetch():
-        raise ConnectionError("HellaSwag cannot be downloaded")
+    def fail(*_, **__):
+        raise ConnectionError(f"{what} cannot be downloaded")
 
-    monkeypatch.setattr(hellaswag, "fetch", fetch)
-    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 4]
-    assert refused(capsys, "HellaSwag cannot", *flags, "--hellaswag_every", 4)
-    assert "train" not in read_log(tmp_path / "log")
+    before = contents(old)
+    flags = ["--data_dir", shards, "--log_dir", old, "--overwrite", "--max_steps", 4]
+    if what == "HellaSwag":
+        flags += ["--hellaswag_every", 4]
+        monkeypatch.setattr(hellaswag, "fetch", fail)
+    elif what == "tokenizer":
+        flags += ["--sample_every", 4]
+        train_gpt2.get_tokenizer.cache_clear()
+        monkeypatch.setattr("fineweb.get_tokenizer", fail)
+    else:
+        flags += ["--init_from", "gpt2"]
+        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
+    assert refused(capsys, f"{what} cannot be", *flags)
+    assert contents(old) == before
+
+
+def test_overwrite_does_not_delete_what_the_new_run_begins_with(old, shards, capsys, tmp_path):
+    """Neither named as a checkpoint nor as its folder. Another folder is no obstacle."""
+    before = contents(old)
+    flags = ["--data_dir", shards, "--overwrite", "--max_steps", 4]
+    for source in (old, old / "model_00001.pt", old.parent / "log" / ".." / "log"):
+        message = "--overwrite would delete what --init_from names"
+        assert refused(capsys, message, *flags, "--log_dir", old, "--init_from", source)
+    assert contents(old) == before
+    assert main(*flags, "--log_dir", tmp_path / "new", "--init_from", old) == 0
+
+
+def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, capsys):
+    """Somebody else's weights, and those of a model with fields that this script does not know."""
+    flags = ["--data_dir", shards, "--init_from", old / "other.pt", "--max_steps", 0]
+    saved = load(old, 2)
+    saved["config"] |= {"rotary": True}
+    for content, message in (
+        ({"state_dict": {}}, "other.pt is not a checkpoint of this script"),
+        (torch.zeros(3), "other.pt is not a checkpoint of this script"),
+        (saved, "other.pt has a model with ['rotary']: use the script that trained it"),
+        (load(old, 2) | {"model": {"a": torch.zeros(3)}}, "perhaps of another script's model"),
+    ):
+        torch.save(content, old / "other.pt")
+        assert refused(capsys, message, *flags), message

@@ -3,6 +3,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,10 +66,11 @@ def start(tmp_path_factory):
     pytest.param("muon", 0, marks=slow), pytest.param("muon", 2, marks=slow), ("muon", 3),
 ])  # fmt: skip
 def test_two_processes_make_the_run_of_one(start, optimizer, zero):
-    """So they do over 20 steps of the default recipe, and the checkpoint has the same contents.
-    Muon's rate is 0.1 for this small model, so that roundings grow 50 times in these steps."""
-    one, samples = start(1, "--optimizer", optimizer)
-    two, its_samples = start(2, "--optimizer", optimizer, "--zero", zero)
+    """So they do over 20 steps, and the checkpoint has the same contents. The rate is GPT-3's. Muon
+    takes 0.1 for this small model, so that roundings grow 50 times in these steps."""
+    flags = ["--optimizer", optimizer, *(["--max_lr", 6e-4] if optimizer == "adamw" else [])]
+    one, samples = start(1, *flags)
+    two, its_samples = start(2, *flags, "--zero", zero)
     logs = read_log(one), read_log(two)
     assert list(logs[0]["hella"]) == list(logs[0]["val"]) == [0, 10, 20]
     assert_close(*logs, tolerance={"adamw": 2e-6, "muon": 2e-3}[optimizer])
@@ -82,11 +84,55 @@ def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, 
     flags = ["--data_dir", shards, "--optimizer", "muon", "--schedule", "constant", "--resume"]
     flags += ["--max_lr", 0.02, "--warmup_steps", 0, "--val_every", 3, "--batch_size", 4]
     assert main(*flags, "--max_steps", 12, "--log_dir", tmp_path / "a") == 0
-    for max_steps, processes, zero in ((3, 2, 3), (6, 1, 0), (9, 2, 0), (12, 2, 2)):
+    for max_steps, processes, zero in ((3, 3, 0), (5, 2, 0), (7, 1, 0), (9, 3, 3), (12, 2, 2)):
         own = ["--max_steps", max_steps, "--zero", zero, "--log_dir", tmp_path / "b"]
         status, _, err = run(*flags, *own, processes=processes)
         assert status == 0 and steps(tmp_path / "b")[-1] == max_steps, err
     assert_close(read_log(tmp_path / "a"), read_log(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("processes, zero, B", [
+    (2, 0, 3), (3, 0, 16), pytest.param(3, 2, 2, marks=slow), (3, 3, 1), pytest.param(5, 0, 2, marks=slow),
+    pytest.param(7, 0, 16, marks=slow), pytest.param(1, 0, 3, marks=slow),
+])  # fmt: skip
+def test_any_number_of_processes_and_any_b_make_the_run_of_one(start, processes, zero, B):
+    """Also where they divide neither the 16 sequences of a step nor the 40 of the validation."""
+    flags = ["--max_lr", 6e-4]
+    one = read_log(start(1, *flags)[0])
+    found = read_log(start(processes, *flags, "--zero", zero, "--batch_size", B)[0])
+    for stream, tolerance in (("train", 5e-6), ("val", 1e-4), ("norm", 2e-4), ("hella", 0)):
+        assert found[stream] == pytest.approx(one[stream], abs=tolerance, rel=0), stream
+
+
+# Four blocks of 50 MB, of which each of two processes keeps a half. The memory is measured while
+# the state is made. In deterministic mode, PyTorch would write to memory that nobody has set, and
+# without mallopt (of M_MMAP_THRESHOLD, -3), C's library would keep what is freed
+MEASURED = """
+import ctypes
+ctypes.CDLL(None).mallopt(-3, 2**20)
+torch.use_deterministic_algorithms(False)
+train_gpt2.SIZES["test"] = (4, 4, 1024, 16, 1e-3)
+make = train_gpt2.make_state
+def status(name):
+    return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) / 1024
+def measured(*args):
+    open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
+    before = status("VmRSS")
+    state = make(*args)
+    print("grew by", status("VmHWM") - before, flush=True)
+    os._exit(0)
+train_gpt2.make_state = measured
+"""
+
+
+def test_a_sharded_model_is_never_whole_on_a_cpu(tmp_path, shards):
+    """Beside its own part, 101 MB, a process holds one matrix at a time, of 17 MB, and a copy of its
+    part of it. The whole model has 202 MB."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--zero", 3]
+    status, out, err = run(*flags, processes=2, patch=MEASURED)
+    grown = [float(line.split()[-1]) for line in out.splitlines() if "grew by" in line]
+    assert status == 0 and len(grown) == 2, err
+    assert min(grown) > 95 and max(grown) < 140, grown
 
 
 def test_processes_that_find_different_checkpoints_stop(tmp_path, shards):
@@ -97,7 +143,7 @@ def test_processes_that_find_different_checkpoints_stop(tmp_path, shards):
     patch = "if rank == 1: train_gpt2.list_checkpoints = lambda log_dir: []"
     status, out, err = run(*flags, "--max_steps", 4, "--resume", processes=2, patch=patch)
     assert status == 2 and "loss" not in out
-    message = "train_gpt2.py: the processes have found checkpoints of the steps [2, None]"
+    message = "train_gpt2.py: the processes have found checkpoints of the steps [2, 0]"
     assert set(err.splitlines()) == {message}
     assert (tmp_path / "log/log.txt").read_bytes() == before and steps(tmp_path / "log") == [2]
 
@@ -180,3 +226,29 @@ def test_two_machines_make_the_run_of_one(tmp_path, shards):
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert sum(out.count("done: ") for out, _ in outputs) == 1
     assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
+
+
+KILLED_WITH_ITS_MACHINE = KILLED_IN_UPDATE_5.replace("(1, ", "(rank, ").replace(
+    "os.kill(", "os.kill(os.getppid(), signal.SIGKILL), os.kill("
+)
+
+
+@slow
+def test_two_machines_go_on_where_a_third_one_dies(tmp_path, shards):
+    """Its agent and its process are killed. Without a hand, the others end the run as it would have
+    ended, from the last checkpoint on. README says the command."""
+    flags = ["--data_dir", shards, "--max_steps", 10, "--save_every", 2, "--max_lr", 6e-4]
+    assert main(*flags, "--log_dir", tmp_path / "one") == 0
+    launcher = ["--nnodes=1:3", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_backend=c10d"]
+    launcher += ["--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+    flags += ["--resume", "--log_dir", tmp_path / "three"]
+    machines = []
+    for i, patch in enumerate(("", "", KILLED_WITH_ITS_MACHINE)):
+        (tmp_path / str(i)).mkdir()
+        own = [f"--rdzv_conf=last_call_timeout=10,is_host={i == 0}"]
+        machines.append(torchrun(tmp_path / str(i), launcher + own, flags, patch))
+    outputs = [machine.communicate(timeout=240) for machine in machines]  # seconds
+    assert [machine.returncode for machine in machines] == [0, 0, -signal.SIGKILL], outputs
+    printed = "".join(out for out, _ in outputs)
+    assert "on 3 x cpu" in printed and "on 2 x cpu" in printed and printed.count("done: ") == 1
+    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "three"), tolerance=5e-6)

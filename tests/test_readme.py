@@ -44,7 +44,11 @@ CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),
     "a layer": ("", '=return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'),
-    "a layer, by a flag": ("--relu", '>    tokenizer: str = "gpt2"\n', '>    "optimizer": {\n'),
+    "a layer, by a flag": (
+        "--relu",
+        '>    tokenizer: str = "gpt2"\n',
+        '>    "the model: kept by all that is done with it": {\n',
+    ),
     "the optimizer": ("--optimizer nadam", '<raise UserError(f"--optimizer'),
 }
 
@@ -68,7 +72,15 @@ def test_each_flag_exists():
     sources = "".join(path.read_text() for path in ROOT.glob("*.py"))
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
-    known |= {"help", "standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint"}
+    known |= {
+        "help",
+        "standalone",
+        "nproc_per_node",
+        "nnodes",
+        "max_restarts",
+        "rdzv_backend",
+        "rdzv_endpoint",
+    }
     assert set(re.findall(r"(?<!\w)--(\w+)", README)) <= known
 
 

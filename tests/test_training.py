@@ -14,12 +14,12 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import SGD
 
 import train_gpt2
-from train_gpt2 import GPT, GPTConfig, Muon, decide_args, get_lr, must_skip
+from train_gpt2 import GPT, GPTConfig, Muon, decide_args, get_lr
 
 # of a run of ten steps: seed 1337, data of write_shards, 2 layers, 2 heads, 32 channels, T=16
-GOLDEN = [5.549957, 5.240763, 4.919174, 4.448143, 4.044548]
-GOLDEN += [3.709803, 3.440975, 3.265277, 3.160801, 3.110108]
-NORM = 2.7977  # of the first gradient
+GOLDEN = [5.555872, 5.223955, 4.872314, 4.361290, 3.934858]
+GOLDEN += [3.585283, 3.331900, 3.185685, 3.087472, 3.022887]
+NORM = 2.4313  # of the first gradient
 SMALL = GPTConfig(2, 2, 32, 16, 257, "bytes", 256)
 
 
@@ -56,12 +56,13 @@ def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards
     """Every loss, norm and weight has the same bits with and without them."""
     lengths = iter(range(3, 16))
 
-    def score(model, examples, tokenizer, context, device, rank, world_size):
+    def score(model, examples, device, rank, world_size):
         with torch.no_grad():  # HellaSwag's batches have many shapes
             model(torch.zeros(2, next(lengths), dtype=torch.int64, device=device))
         return Namespace(acc_norm=3, n=4)
 
-    monkeypatch.setitem(sys.modules, "hellaswag", Namespace(fetch=lambda: "examples", score=score))
+    fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples", score=score)
+    monkeypatch.setitem(sys.modules, "hellaswag", fake)
     off = train(tmp_path / "a", shards, "--max_steps 6 --save_every 6")
     often = "--val_every 1 --sample_every 2 --hellaswag_every 2 --save_every 1"
     on = train(tmp_path / "b", shards, f"--max_steps 6 {often}")
@@ -132,7 +133,8 @@ def test_log_lines_and_console_lines_have_their_form(tmp_path, shards, capsys):
     assert re.fullmatch(form, (tmp_path / "log/log.txt").read_text())
     out = capsys.readouterr().out
     line = rf"step     0/1 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
-    assert re.search(line + r"\| dt: \d+\.\d\dms \| tok/sec: \d+\n", out)  # no mfu on a CPU
+    line += r"\| dt: \d+\.\d\dms \| tok/sec: \d+ \| 0:00:00 left\n"  # no mfu on a CPU
+    assert re.search(line, out)
     assert re.search(rf"step     1/1 \| val loss: {number}\n", out)
 
 
@@ -202,11 +204,16 @@ def test_a_short_run_warms_up_for_a_third_of_it(optimizer, most):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_one_optimizer(optimizer):
-    """Matrices and embeddings decay, vectors do not. Muon gets the blocks' matrices only, and then
-    projections and vectors have 1 / n_layer of the rate."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig())
-        optimizers = model.configure_optimizers(0.3, 6e-4, optimizer)
+    """Matrices and embeddings decay, and nothing else does. Muon gets the matrices of blocks, and
+    then projections, biases and LayerNorms have 1 / n_layer of the rate. What a fork adds is judged
+    by what it does: a block outside of h, a head, a gate, a 2-D bias, a layer of 3 C rows."""
+    model = GPT(SMALL)
+    model.extra = train_gpt2.Block(SMALL)
+    model.extra.mlp.c_fc = torch.nn.Linear(32, 96)
+    model.head = torch.nn.Linear(32, 384, bias=False)
+    model.gate = torch.nn.Parameter(torch.ones(2))
+    model.position_bias = torch.nn.Parameter(torch.ones(2, 16))
+    optimizers = model.configure_optimizers(0.3, 6e-4, optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     updated = []
     for one in optimizers:
@@ -214,13 +221,17 @@ def test_every_parameter_has_one_optimizer(optimizer):
         pairs = [(p, group) for group in one.param_groups for p in group["params"]]
         for p, group in pairs:
             updated.append(names[id(p)])
-            in_muon = optimizer == "muon" and ".h." in updated[-1] and p.dim() == 2
+            layer, _, kind = updated[-1].rpartition(".")
+            is_matrix = kind == "weight" and "ln_" not in layer
+            in_muon = optimizer == "muon" and is_matrix and ("mlp" in layer or "attn" in layer)
             assert isinstance(one, Muon) == in_muon, updated[-1]
-            assert group["weight_decay"] == (0.3 if p.dim() == 2 else 0.0), updated[-1]
+            assert group["weight_decay"] == (0.3 if is_matrix else 0.0), updated[-1]
             assert in_muon or (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
-            is_shared = optimizer == "muon" and (p.dim() == 1 or "c_proj" in updated[-1])
-            assert group.get("lr_share", 1) == (1 / 12 if is_shared else 1), updated[-1]
-    assert sorted(updated) == sorted(names.values()) and len(updated) == 148
+            is_shared = kind == "bias" or "ln_" in layer or "c_proj" in layer
+            share = 1 / 2 if optimizer == "muon" and is_shared else 1
+            assert group.get("lr_share", 1) == share, updated[-1]
+            assert ("rows" in group) == (in_muon and "c_attn" in layer)
+    assert sorted(updated) == sorted(names.values())
 
 
 def newton_schulz(matrix):
@@ -233,12 +244,15 @@ def newton_schulz(matrix):
 
 
 def test_updates_of_muon_are_their_formula():
-    """Nesterov's momentum, decoupled decay, a scale of 0.2 sqrt(longer side), three matrices in
-    c_attn, and a group's share. Where found_inf is 1, neither weights nor momentum change."""
+    """Nesterov's momentum, decoupled decay, a scale of 0.2 sqrt(longer side), and a group's share.
+    A parameter with `rows` is divided into matrices, and no other, whatever its shape. Where
+    found_inf is 1, neither weights nor momentum change."""
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    muon = Muon([{"params": params[:3]}, {"params": params[3:], "lr_share": 0.25}], 0.5, 0.1)
+    groups = [{"params": params[1:4]}, {"params": params[4:], "lr_share": 0.25}]
+    groups.append({"params": params[:1], "rows": [16, 24, 8]})
+    muon = Muon(groups, 0.5, 0.1)
     expected = [p.detach().double() for p in params]
     averages = [torch.zeros_like(p) for p in expected]
     for lr, skip in ((0.02, False), (0.01, True), (0.03, False)):
@@ -249,11 +263,10 @@ def test_updates_of_muon_are_their_formula():
                 continue
             averages[i] = 0.9 * averages[i] + 0.1 * p.grad.double()
             ahead = 0.9 * averages[i] + 0.1 * p.grad.double()
-            parts = ahead.chunk(3) if p.shape == (48, 16) else [ahead]
-            update = torch.cat([newton_schulz(part) for part in parts])
-            scale = 0.2 * max(parts[0].shape) ** 0.5
-            rate = lr if i < 3 else 0.25 * lr
-            expected[i] = expected[i] * (1 - rate * 0.1) - rate * scale * update
+            parts = ahead.split([16, 24, 8]) if i == 0 else [ahead]
+            parts = [0.2 * max(part.shape) ** 0.5 * newton_schulz(part) for part in parts]
+            rate = lr if i < 4 else 0.25 * lr
+            expected[i] = expected[i] * (1 - rate * 0.1) - rate * torch.cat(parts)
         train_gpt2.update_weights([muon], lr, torch.tensor(skip))
         for p, q, average in zip(params, expected, averages, strict=True):
             torch.testing.assert_close(p.detach().double(), q, atol=1e-5, rtol=0)
@@ -268,7 +281,6 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
     flags = "--max_steps 1 --save_every 1 --max_lr 1 --warmup_steps 0 --batch_size 4"
     log = train(tmp_path / "log", shards, f"{flags} --grad_clip {grad_clip}")
     assert log["norm"][0] == pytest.approx(NORM, rel=1e-3) and log["lr"][0] == 1
-    torch.manual_seed(1337)
     after = load(tmp_path / "log", 1)["model"]
     moved = [(p - after[name]).double().square().sum() for name, p in GPT(SMALL).named_parameters()]
     assert sum(moved).sqrt().item() == pytest.approx(grad_clip or NORM, rel=1e-3)
@@ -276,48 +288,6 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
 
 # -----------------------------------------------------------------------------
 # updates that are skipped
-
-
-def test_outliers_are_found_as_in_llm_c():
-    """By z-scores against the last 128 values, the new one included, each against its own limit."""
-    limits = Namespace(skip_loss_z=2.0, skip_grad_z=3.0)
-    values = np.random.RandomState(0).standard_t(3, (400, 2)).astype(np.float32)
-    values[50] = 99  # among the first 127, which never count as outliers
-    window = torch.full((2, 128), math.nan)
-    cases = np.zeros(3, int)
-    for i, pair in enumerate(values):
-        skip = must_skip(torch.from_numpy(pair), window, limits).item()
-        if i < 127:
-            assert not skip
-            continue
-        last = values[i - 127 : i + 1].astype(np.float64)
-        loss, norm = (pair - last.mean(axis=0)) / last.std(axis=0)
-        assert skip == (loss > 2 or norm > 3), i
-        cases += 2 < loss < 3 and norm < 2, norm > 3 and loss < 2, 2 < norm < 3 and loss < 2
-    assert cases.min() > 0, "only the loss, only the norm, a norm between the two limits"
-    assert not must_skip(torch.ones(2), torch.ones(2, 128), limits), "equal values have no z-score"
-
-
-@pytest.mark.parametrize("loss_z, grad_z, skips", [(0, 0, (0, 0)), (5, 0, (1, 0)), (0, 5, (0, 1))])
-def test_a_limit_of_0_skips_no_outlier(loss_z, grad_z, skips):
-    """Without any limit the window is not even written to. What is not finite is always skipped,
-    and never remembered."""
-    limits = Namespace(skip_loss_z=loss_z, skip_grad_z=grad_z)
-    before = torch.linspace(0, 1, 128).repeat(2, 1)
-    for latest, skip in zip(([99.0, 0.5], [0.5, 99.0]), skips, strict=True):
-        window = before.clone()
-        assert must_skip(torch.tensor(latest), window, limits) == skip
-        assert torch.equal(window, before) == (loss_z == grad_z == 0)
-    for latest in ([math.nan, 1], [1, math.nan], [1, math.inf], [-math.inf, 1]):
-        window = before.clone()
-        assert must_skip(torch.tensor(latest), window, limits) and torch.equal(window, before)
-
-
-def test_an_outlier_is_skipped_in_a_run(tmp_path, shards, monkeypatch, capsys):
-    """--skip_loss_z has an effect from step 127 on."""
-    break_losses(monkeypatch, lambda n, losses: losses * (3 if n in (20, 130) else 1))
-    train(tmp_path / "log", shards, "--max_steps 132 --save_every 0 --max_lr 1e-4 --skip_loss_z 6")
-    assert re.findall(r"step +(\d+)/.* update skipped", capsys.readouterr().out) == ["130"]
 
 
 def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, monkeypatch):

@@ -69,7 +69,7 @@ ADAMW = "--optimizer adamw --max_lr 4e-3 --schedule wsd --final_lr_frac 0 --warm
 ROWS = [
     Row(
         "TF32 instead of float32",
-        [('# "high" lets', "torch.set_float32_matmul_precision")],
+        [("# high: TF32", "torch.set_float32_matmul_precision")],
         "--dtype float32",
         "--dtype tf32",
     ),
@@ -81,7 +81,7 @@ ROWS = [
     Row(
         "torch.compile",
         [
-            ("# Compilation fuses", "compile = can_compile"),
+            ("# Compilation fuses", "compile = capability"),
             ("# Every batch has the", "model.compile"),
         ],
         "--no-compile",
@@ -99,8 +99,8 @@ ROWS = [
     Row(
         "loss kernel",
         [
-            ("# appendix A: the loss", "tl.store(at_target"),
-            ("# Appendix A computes", "return FusedCross"),
+            ("# ---- appendix A", "fused_cross_entropy.register_autograd"),
+            ("# Appendix A computes", "return fused_cross"),
         ],
         edits=(PLAIN_LOSS,),
     ),
@@ -113,7 +113,7 @@ ROWS = [
         "padded vocabulary",
         [
             ("# Pad the vocabulary", "padded_vocab_size = math.ceil"),
-            ("# The padded rows", "data[self.conf"),
+            ("# The padded rows", "value[self.conf"),
         ],
         edits=(("math.ceil(config.vocab_size / 128) * 128", "config.vocab_size"),),
     ),
@@ -127,8 +127,8 @@ ROWS = [
     ),
     Row(
         "pinned memory",
-        [("if self.run.device.type", "x, y = x.pin_memory()")],
-        edits=(("x, y = x.pin_memory(), y.pin_memory()", "pass"),),
+        [("# Only from pinned", "y = y.pin_memory()")],
+        edits=(("x = x.pin_memory()", "pass"), ("y = y.pin_memory()", "pass")),
     ),
     Row("recompute", [("if self.recompute and", "x = recompute_in_backward")], "", "--recompute"),
     Row(
@@ -140,7 +140,7 @@ ROWS = [
     Row(
         "Muon instead of AdamW",
         [
-            ("# appendix B: Muon", "return x.mT if is_tall"),
+            ("# ---- appendix B", "return x.mT if is_tall"),
             ("# Muon (appendix B)", "return [adamw, Muon"),
         ],
         ADAMW,
@@ -149,16 +149,16 @@ ROWS = [
     ),
     Row(
         "a Muon of its own, not torch.optim's",
-        [("class Muon(", "return scale * updates")],
+        [("class Muon(", "return 0.2 * max(stack")],
         base=MUON,
         edits=((OWN_MUON, THEIRS),),
         measures="both",
     ),
     Row(
         "q, k and v apart in Muon",
-        [("if rows == 3 * columns:", "stack = stack.view(3 * n")],
+        [("# c_attn is divided", "parts = stack.split")],
         base=MUON,
-        edits=(("if rows == 3 * columns:", "if False:"),),
+        edits=(('group.get("rows", shape[0])', "shape[0]"),),
         measures="both",
     ),
     Row(
@@ -169,7 +169,7 @@ ROWS = [
     ),
     Row(
         "a share of the rate for projections, vectors",
-        [('elif "c_proj.w', "projections.append"), ("# All layers write", "share = {")],
+        [('elif name.endswith("c_proj', "projections.append"), ("# All layers write", "share = {")],
         edits=(('"lr_share": 1 / self.config.n_layer', '"lr_share": 1.0'),),
         measures="loss",
     ),
@@ -194,7 +194,7 @@ ROWS = [
     ),
     Row(
         "weight decay",
-        [("# Matrices and embeddings decay", "embeddings.append")],
+        [("# Matrices and embeddings decay", "decay = {")],
         "--weight_decay 0",
         measures="loss",
     ),
@@ -203,7 +203,7 @@ ROWS = [
     ),
     Row(
         "shuffling",
-        [("def permutation(", "return np.random.RandomState")],
+        [("def window_order(", "return np.random.RandomState")],
         "--no-shuffle",
         measures="loss",
     ),
@@ -211,9 +211,9 @@ ROWS = [
         "smaller residual projections at the start",
         [
             ("# 2 * n_layer projections", "residual_std = "),
-            ('if name.endswith("c_proj', "std=residual_std"),
+            ('if name.endswith("c_proj', "std = residual_std"),
         ],
-        edits=(("std=residual_std)", "std=0.02)"),),
+        edits=(("std = residual_std", "std = 0.02"),),
         measures="loss",
     ),
 ]
