@@ -5,7 +5,6 @@ import itertools
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import train_gpt2
 
@@ -90,7 +90,8 @@ def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
     fails, the others are ended, as torchrun does it. `patch` is Python code that each runs before
     it starts to train: it sees train_gpt2, torch, os, signal and `rank`, and can break anything."""
     flags = [str(flag) for flag in [*FLAGS, *flags]]
-    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    store, group = host(), {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+    group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(processes):
@@ -183,8 +184,6 @@ def run_rank(flags, patch, env: dict[str, str], folder: str, rank: int) -> None:
         sys.stdout.flush()
 
 
-def free_port() -> str:
-    """Return a port on which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+def host() -> TCPStore:
+    """Return a store, at a free port, where the processes of a group meet."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

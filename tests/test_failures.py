@@ -157,7 +157,37 @@ def test_the_quickstart_replaces_its_own_run_and_no_other(old, shards, monkeypat
 
 
 # -----------------------------------------------------------------------------
-# disks and data
+# disks, memory and data
+
+
+FULL_DISK = """
+import resource
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails with an OSError
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # bytes
+"""
+NO_MEMORY = """
+forward, calls = train_gpt2.GPT.forward, []
+def fail(self, *args):
+    calls.append(self.training)
+    if sum(calls) == 2 and rank == 1:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return forward(self, *args)
+train_gpt2.GPT.forward = fail
+"""
+
+
+@pytest.mark.parametrize("patch, processes, error", [
+    (FULL_DISK, 1, "File too large"), (NO_MEMORY, 2, "CUDA out of memory"),
+])  # fmt: skip
+def test_a_full_disk_or_memory_ends_the_run(old, shards, tmp_path, patch, processes, error):
+    """With a traceback, and the older checkpoints are whole: --resume goes on from them."""
+    flags = ["--data_dir", shards, "--max_steps", 4, "--val_every", 0, "--batch_size", 8]
+    before = load(old, 2)
+    own = ["--resume", "--log_dir", old, "--save_every", 4]
+    status, _, err = run(*flags, *own, processes=processes, patch=patch)
+    assert status == 1 and error in err and "Traceback" in err
+    assert steps(old) == [1, 2] and leaves(load(old, 2)) == leaves(before)
+    assert main(*flags, *own) == 0 and steps(old) == [2, 4]
 
 
 def npy(dtype) -> bytes:

@@ -614,6 +614,14 @@ def test_a_txt_file_is_one_document(suffix, tmp_path):
     assert read_split(out, "val") + read_split(out, "train") == to_tokens(texts)
 
 
+def test_files_are_read_in_the_order_of_their_names(tmp_path):
+    """Whatever the order in which the command line gives them, and in which globs find them."""
+    a, b = (write_jsonl(tmp_path / f"{name}.jsonl", [name] * 9) for name in "ab")
+    fineweb.main(["--files", str(b), str(a), "--out", str(tmp_path / "x"), "--tokenizer", "bytes"])
+    assert read_folder(tmp_path / "x") == read_folder(build(tmp_path / "*.jsonl", tmp_path / "y"))
+    assert read_split(tmp_path / "x", "train")[1] == ord("a")
+
+
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
     """JSON may hold one, UTF-8 cannot; a whole pair is a character."""
     files = write_jsonl(tmp_path / "docs.jsonl", ["\ud800", "a\udfffb\ud83d", "😀", "한\ud7ff"])

@@ -3,13 +3,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import FLAGS, ROOT, free_port, leaves, load, main, read_log, run, steps, write_shards
+from conftest import FLAGS, ROOT, host, leaves, load, main, read_log, run, steps, write_shards
 
 slow = pytest.mark.slow
 
@@ -135,6 +136,27 @@ def test_a_sharded_model_is_never_whole_on_a_cpu(tmp_path, shards):
     assert min(grown) > 95 and max(grown) < 140, grown
 
 
+SHARDED = """
+forward = train_gpt2.GPT.forward
+def look(self, *args):
+    losses = forward(self, *args)
+    kind = type(self.transformer.h[0].mlp.c_fc.weight.data).__name__
+    print(f"training {self.training}: {kind}", flush=True)
+    return losses
+train_gpt2.GPT.forward = look
+"""
+
+
+@pytest.mark.parametrize("zero, kind", [(2, "Tensor"), pytest.param(3, "DTensor", marks=slow)])
+def test_zero_2_keeps_weights_until_the_backward_pass_and_zero_3_does_not(
+    tmp_path, shards, zero, kind
+):
+    """Gathered weights are plain tensors, and sharded ones are DTensors."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--val_every", 0]
+    status, out, err = run(*flags, "--zero", zero, processes=2, patch=SHARDED)
+    assert status == 0 and set(re.findall("training True: (.*)", out)) == {kind}, (out, err)
+
+
 def test_processes_that_find_different_checkpoints_stop(tmp_path, shards):
     """Each says so in one line, and nothing on the disk is changed."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--batch_size", 8]
@@ -198,6 +220,13 @@ def torchrun(folder: Path, launcher, flags, patch="") -> subprocess.Popen:
     return subprocess.Popen([str(part) for part in command], env=env, **pipes)
 
 
+def meet(machines: str, address) -> list[str]:
+    """Return torchrun's flags for one of some machines with a process each, which meet there."""
+    launcher = [f"--nnodes={machines}", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_id=test"]
+    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{address.port}"]
+    return [*launcher, "--rdzv_conf=last_call_timeout=10,is_host=0"]
+
+
 @slow
 def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path, shards):
     """With --resume, the new group continues the last checkpoint of the dead one."""
@@ -218,10 +247,9 @@ def test_two_machines_make_the_run_of_one(tmp_path, shards):
     """Two agents that meet at one address are what two machines are: RANK is not LOCAL_RANK."""
     flags = ["--data_dir", shards, "--max_steps", 6, "--batch_size", 4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
-    launcher = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test"]
-    launcher += [f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     flags += ["--log_dir", tmp_path / "two"]
-    machines = [torchrun(tmp_path, launcher, flags) for _ in range(2)]
+    address = host()
+    machines = [torchrun(tmp_path, meet("2", address), flags) for _ in range(2)]
     outputs = [machine.communicate(timeout=120) for machine in machines]  # seconds
     assert [machine.returncode for machine in machines] == [0, 0], outputs
     assert sum(out.count("done: ") for out, _ in outputs) == 1
@@ -239,14 +267,11 @@ def test_two_machines_go_on_where_a_third_one_dies(tmp_path, shards):
     ended, from the last checkpoint on. README says the command."""
     flags = ["--data_dir", shards, "--max_steps", 10, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
-    launcher = ["--nnodes=1:3", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_backend=c10d"]
-    launcher += ["--rdzv_id=test", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     flags += ["--resume", "--log_dir", tmp_path / "three"]
-    machines = []
+    address, machines = host(), []
     for i, patch in enumerate(("", "", KILLED_WITH_ITS_MACHINE)):
         (tmp_path / str(i)).mkdir()
-        own = [f"--rdzv_conf=last_call_timeout=10,is_host={i == 0}"]
-        machines.append(torchrun(tmp_path / str(i), launcher + own, flags, patch))
+        machines.append(torchrun(tmp_path / str(i), meet("1:3", address), flags, patch))
     outputs = [machine.communicate(timeout=240) for machine in machines]  # seconds
     assert [machine.returncode for machine in machines] == [0, 0, -signal.SIGKILL], outputs
     printed = "".join(out for out, _ in outputs)

@@ -9,7 +9,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from conftest import break_losses, load, main, read_log, steps
+from conftest import break_losses, load, main, make_run, read_log, steps
 from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import SGD
 
@@ -54,7 +54,11 @@ def test_the_validation_loss_falls_with_muon(tmp_path, shards):
 
 def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards, monkeypatch):
     """Every loss, norm and weight has the same bits with and without them."""
-    lengths = iter(range(3, 16))
+    lengths, modes, forward = iter(range(3, 16)), set(), GPT.forward
+
+    def spy(self, *args):
+        modes.add((self.training, torch.is_grad_enabled()))
+        return forward(self, *args)
 
     def score(model, examples, device, rank, world_size):
         with torch.no_grad():  # HellaSwag's batches have many shapes
@@ -63,12 +67,14 @@ def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards
 
     fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples", score=score)
     monkeypatch.setitem(sys.modules, "hellaswag", fake)
+    monkeypatch.setattr(GPT, "forward", spy)
     off = train(tmp_path / "a", shards, "--max_steps 6 --save_every 6")
     often = "--val_every 1 --sample_every 2 --hellaswag_every 2 --save_every 1"
     on = train(tmp_path / "b", shards, f"--max_steps 6 {often}")
     assert on["train"] == off["train"] and on["norm"] == off["norm"]
     assert on["hella"] == dict.fromkeys((0, 2, 4, 6), 0.75) and list(on["val"]) == list(range(7))
     assert_same_weights(load(tmp_path / "a", 6), load(tmp_path / "b", 6))
+    assert modes == {(True, True), (False, False)}, "dropout, say, in training alone"
 
 
 @pytest.mark.slow
@@ -124,6 +130,15 @@ def test_the_last_update_is_evaluated_sampled_and_saved(tmp_path, shards, capsys
     assert "sample 0:" not in capsys.readouterr().out
 
 
+def test_a_sample_ends_with_its_document(monkeypatch, capsys):
+    """What a model writes behind <|endoftext|> is another text."""
+    written = torch.tensor([[*b"the end.\n", 256, *b"Once"]])
+    monkeypatch.setattr(train_gpt2, "generate", lambda *_: written)
+    args = Namespace(prompt="the ", num_samples=1)
+    train_gpt2.print_samples(GPT(SMALL), args, make_run())
+    assert capsys.readouterr().out == "sample 0: the end.\n"
+
+
 def test_log_lines_and_console_lines_have_their_form(tmp_path, shards, capsys):
     """build-nanogpt's lines of log.txt, with two more at step 0; llm.c's line on the console."""
     train(tmp_path / "log", shards, "--max_steps 1 --val_every 1")
@@ -144,14 +159,21 @@ def test_overfit_one_batch_sees_one_batch(tmp_path, shards):
     assert log["train"][79] < 0.5
 
 
-def test_dtypes_round_and_no_more(tmp_path, shards):
-    """bfloat16 and float16 give losses near those of float32, and not the same."""
-    losses = {}
+def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
+    """bfloat16 and float16 give losses near those of float32, and not the same. Only with bfloat16,
+    which has float32's range, the residual stream has 16 bits too."""
+    losses, streams, forward = {}, [], train_gpt2.Block.forward
+    spy = lambda self, x: (streams.append(x.dtype), forward(self, x))[1]  # noqa: E731
+    monkeypatch.setattr(train_gpt2.Block, "forward", spy)
     for dtype, most in (("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)):
         log = train(tmp_path / dtype, shards, f"--max_steps 3 --dtype {dtype}")
         losses[dtype] = np.array(list(log["train"].values()))
         error = np.abs(losses[dtype] - losses["float32"]).max()
         assert 0 < error < most or dtype == "float32"
+        assert {str(stream) for stream in streams} == {
+            "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
+        }
+        streams.clear()
 
 
 # -----------------------------------------------------------------------------
