@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import FLAGS, ROOT, host, leaves, load, main, read_log, run, steps, write_shards
 
 slow = pytest.mark.slow
@@ -33,8 +34,8 @@ def shapes(log_dir, step: int) -> dict:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Return a function that makes a run with everything on, once for the same arguments, and
-    returns its log_dir and its samples."""
+    """Return a function that makes a run with everything on, once for the same arguments, or goes on
+    with the one in log_dir, and returns its log_dir and its samples."""
     folder = tmp_path_factory.mktemp("processes")
     data = write_shards(folder / "data")
     words = ["the", "model", "reads", "and", "writes", "tokens", "again"]
@@ -48,16 +49,17 @@ def start(tmp_path_factory):
     flags += ["--val_every", 10, "--hellaswag_every", 10, "--sample_every", 10, "--num_samples", 2]
     made = {}
 
-    def train(processes: int, *own) -> tuple[Path, list[str]]:
-        log_dir = folder / str(len(made))
-        if (processes, own) not in made:
-            result = run(*flags, *own, "--log_dir", log_dir, processes=processes, patch=patch)
+    def train(processes: int, *own, also="", log_dir=None) -> tuple[Path, list[str]]:
+        key, log_dir = (processes, own, also, log_dir), log_dir or folder / str(len(made))
+        if key not in made:
+            own = [*own, "--log_dir", log_dir]
+            result = run(*flags, *own, processes=processes, patch=f"{patch}\n{also}", seconds=200)
             assert result[0] == 0, result
-            assert result[1].count("step     3/20 | loss") == 1, "the first process alone prints"
+            assert len(re.findall("step +1?3/.. [|] loss", result[1])) in (1, 2), "who prints?"
             assert "Warning" not in result[2]
             printed = [line for line in result[1].splitlines() if line.startswith("sample ")]
-            made[processes, own] = log_dir, printed
-        return made[processes, own]
+            made[key] = log_dir, printed
+        return made[key]
 
     return train
 
@@ -103,6 +105,29 @@ def test_any_number_of_processes_and_any_b_make_the_run_of_one(start, processes,
     found = read_log(start(processes, *flags, "--zero", zero, "--batch_size", B)[0])
     for stream, tolerance in (("train", 5e-6), ("val", 1e-4), ("norm", 2e-4), ("hella", 0)):
         assert found[stream] == pytest.approx(one[stream], abs=tolerance, rel=0), stream
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_gpu_trains_as_it_would_without_compile_kernel_and_caches(start, optimizer, tmp_path):
+    """Compiled, in bfloat16, with validation, HellaSwag and samples between: the losses of plain
+    PyTorch to rounding; with empty caches, and stopped and resumed, the same bits."""
+    flags = ["--device", "cuda", "--dtype", "bfloat16", "--optimizer", optimizer, "--max_lr", 1e-3]
+    flags += ["--schedule", "constant", "--warmup_steps", 0, "--save_every", 10, "--keep", 0]
+    one, samples = start(1, *flags, "--compile")
+    plain, _ = start(1, *flags, "--no-compile", also="train_gpt2.triton = None")
+    assert_close(read_log(one), read_log(plain) | {"hella": read_log(one)["hella"]}, 0.02)
+    empty = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}"
+    for _ in range(2):  # and then they are full
+        again, its_samples = start(1, *flags, "--compile", also=empty)
+        assert read_log(one) == read_log(again) and samples == its_samples
+        empty += " "
+    half, _ = start(1, *flags, "--compile", "--max_steps", 10)
+    start(1, *flags, "--compile", "--resume", log_dir=half)
+    for step in (10, 20):
+        assert leaves(load(one, step) | {"args": 0}) == leaves(load(half, step) | {"args": 0})
+    assert read_log(one) == read_log(half)
 
 
 # Four blocks of 50 MB, of which each of two processes keeps a half. The memory is measured while
