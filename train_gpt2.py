@@ -8,17 +8,15 @@ Train GPT-2 from scratch, in one file that reads from top to bottom.
     python train_gpt2.py --sample --init_from log/model_19073.pt  print what a trained model writes
     python train_gpt2.py --init_from log --max_steps 0            evaluate a trained model
 
-The file follows the order of a lecture: the model, generation, data, the learning rate, devices and
-processes, evaluation, the log, checkpoints, training, the command line. Three appendices come last:
-the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's format.
+The file follows the order of a lecture, from the model to the command line. Three appendices come
+last: the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's format.
 
 Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
-size, nh the number of attention heads, hs the size of a head, and N = B * T a number of tokens.
-`args` are the flags, whose names are those of the command line and of checkpoints. `run` says where
-and how this process computes, and `state` is what a step changes.
+size, nh the number of heads, hs the size of a head, and N = B * T. `args` are the flags, `run` says
+where and how this process computes, and `state` is what a step changes.
 
-Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (Brown et al. 2020, arXiv:2005.14165) for
-the hyperparameters, build-nanogpt and llm.c (both at github.com/karpathy) for the file formats."""
+Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (arXiv:2005.14165) for hyperparameters,
+build-nanogpt and llm.c (github.com/karpathy) for the file formats."""
 
 import argparse
 import json
@@ -61,17 +59,20 @@ except ImportError:
 
 # ---- the model ----------------------------------------------------------------------------------
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). Names with d are GPT-2's,
-# as in llm.c; OpenAI released d12, d24, d36 and d48. Rates are like those of GPT-3's table 2.1
+# name: (layers, heads, channels, context in tokens, peak learning rate). Names are as in llm.c. GPT-2
+# came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
 SIZES = {
-    "tiny": (4, 4, 128, 256, 6e-4),       "d6": (6, 6, 384, 1024, 6e-4),
-    "d12": (12, 12, 768, 1024, 6e-4),     "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 124M
-    "d24": (24, 16, 1024, 1024, 3e-4),    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # 355M
-    "d36": (36, 20, 1280, 1024, 2.5e-4),  "gpt3:c1536": (24, 16, 1536, 2048, 2.5e-4),  # 774M, 760M
-    "d48": (48, 25, 1600, 1024, 2e-4),    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # 1.6B, 1.3B
-    "d60": (60, 30, 1920, 1024, 1.6e-4),  "gpt3:c2560": (32, 32, 2560, 2048, 1.6e-4),  # 2.8B, 2.7B
-    "d72": (72, 30, 2880, 1024, 1.2e-4),  "gpt3:c4096": (32, 32, 4096, 2048, 1.2e-4),  # 7.3B, 6.7B
-}  # fmt: skip
+    "tiny": (4, 4, 128, 256, 6e-4),  # for a CPU
+    "d6": (6, 6, 384, 1024, 6e-4),  # 30M parameters
+    "d12": (12, 12, 768, 1024, 6e-4),  # 124M
+    "d24": (24, 16, 1024, 1024, 3e-4),  # 355M
+    "d36": (36, 20, 1280, 1024, 2.5e-4),  # 774M
+    "d48": (48, 25, 1600, 1024, 2e-4),  # 1.6B
+    "d72": (72, 30, 2880, 1024, 1.2e-4),  # 7.3B
+    "gpt3:c768": (12, 12, 768, 2048, 6e-4),  # 125M
+    "gpt3:c1024": (24, 16, 1024, 2048, 3e-4),  # 356M
+    "gpt3:c2048": (24, 16, 2048, 2048, 2e-4),  # 1.3B
+}
 
 
 @dataclass
@@ -190,7 +191,7 @@ class GPT(nn.Module):
             # The numbers depend on seed and name alone, whatever else a variant of the model adds
             generator = torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
             value = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
-            if p is self.transformer.wte.weight or p is self.lm_head.weight:
+            if layer in (self.transformer.wte, self.lm_head):
                 # The padded rows belong to no token. Their logits are masked, so they stay zero
                 value[self.config.vocab_size :] = 0
             p.copy_(shard_as(p, value))
@@ -230,8 +231,7 @@ class GPT(nn.Module):
         """Return a list of optimizers that together update every parameter once: AdamW, with the
         betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add another one here."""
         # How a parameter is updated depends on what it does, not on its shape
-        blocks = [module for module in self.modules() if isinstance(module, Block)]
-        in_blocks = {module for block in blocks for module in block.modules()}
+        in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
         attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
             layer = self.get_submodule(name.rpartition(".")[0])
@@ -260,14 +260,14 @@ class GPT(nn.Module):
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
-            # All layers write into one residual stream, where updates and rounding errors add up:
-            # with a smaller rate for what writes there, the losses of equal runs differ less
+            # All layers write into one residual stream, where updates and rounding errors add up.
+            # With a smaller rate for these and for vectors, the losses of equal runs differ less
             share = {"lr_share": 1 / self.config.n_layer}
             small = {"params": vectors, "weight_decay": 0.0} | share
             groups = [group for group in (decay, no_decay, small) if group["params"]]
             adamw = torch.optim.AdamW(groups, **settings)
             groups = [{"params": hidden}, {"params": projections} | share]
-            groups.append({"params": attention, "rows": blocks[0].attn.sizes})
+            groups.append({"params": attention, "rows": self.transformer.h[0].attn.sizes})
             return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
         raise UserError(f"--optimizer {optimizer}: expected adamw or muon")
 
@@ -330,12 +330,12 @@ def require(condition: bool, message: str):
 
 
 @contextmanager
-def reading(path):
-    """Raise UserError naming the file if it cannot be read."""
+def reading(what):
+    """Raise UserError naming the file, or what else it is, if it cannot be loaded."""
     try:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} cannot be read or is damaged: {error!r:.200}") from error
+        raise UserError(f"{what} cannot be loaded: {error!r:.200}") from error
 
 
 def read_header(path: Path) -> tuple[int, int]:
@@ -358,7 +358,7 @@ def read_meta(data_dir: str) -> dict:
     """Return tokenizer, vocab_size and eot from fineweb.py's meta.json, or {} without one."""
     # Without one, the shards hold GPT-2's tokens. Data made in N parts has N meta-I-of-N.json files
     meta = {}
-    paths = sorted(Path(data_dir).glob("meta*.json"))
+    paths = sorted(Path(data_dir).glob("meta[.-]*json"))
     for path in paths:
         with reading(path):
             meta = json.loads(path.read_text())
@@ -377,10 +377,9 @@ def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class DataLoaderLite:
-    """Serve batches of (B, T) tokens; every process gets its share. The name is build-nanogpt's.
-    Each shard is cut into windows of T inputs and one more token, the last target; what is left at
-    its end is not used. A window may hold several documents, whose tokens see each other, as in
-    GPT-3. With a seed, each epoch shows the windows of all shards in a new order."""
+    """Serve a process its batches of (B, T) tokens. A shard is cut into windows of T inputs and one
+    more token, the last target; what is left at its end is not used. Documents in a window see each
+    other, as in GPT-3. With a seed, each epoch shows the windows of all shards in a new order."""
 
     def __init__(self, split: str, B: int, config, args, run):
         self.B = B
@@ -403,23 +402,23 @@ class DataLoaderLite:
         found = f"no {split} shard has {self.T + 1} tokens: lower --seq_len, or add text"
         require(self.windows > 0, found)
 
-    def batches(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this process's batches of the windows first to last - 1: inputs and targets, (B, T)
-        int64 each, on the device. All processes get equally many; spare rows have targets of -1."""
+    def batches(self, windows: range) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this process's batches of these windows: inputs and targets, (B, T) int64 each, on
+        the device. All processes get equally many; spare rows have targets of -1."""
         device = self.run.device
-        for start in range(first, last, self.B * self.run.world_size):
+        for start in windows[:: self.B * self.run.world_size]:
             mine = start + self.run.rank * self.B  # this process's first window
-            windows = np.stack([self.get_window(min(mine + i, last - 1)) for i in range(self.B)])
+            rows = np.stack([self.get_window(min(mine + i, windows[-1])) for i in range(self.B)])
             # uint16 saves disk space, but embeddings and cross_entropy need int64
-            rows = torch.from_numpy(windows.astype(np.int64))  # (B, T + 1)
+            rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
             x = rows[:, :-1].clone()
             y = rows[:, 1:].contiguous()  # the target of each token is the token after it
-            y[max(0, last - mine) :] = -1
+            y[max(0, windows.stop - mine) :] = -1
             if device.type == "cuda":
                 # Only from pinned memory does a copy to the GPU run asynchronously
-                x = x.pin_memory()
-                y = y.pin_memory()
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                x = x.pin_memory().to(device, non_blocking=True)
+                y = y.pin_memory().to(device, non_blocking=True)
+            yield x.to(device), y.to(device)
 
     def get_window(self, number: int) -> np.ndarray:
         """Return window `number` of the run, (T + 1,) uint16."""
@@ -430,6 +429,13 @@ class DataLoaderLite:
         path, offset, _ = self.shards[shard]
         offset += 2 * self.T * (i - int(self.firsts[shard]))  # a token has 2 bytes
         return np.fromfile(path, np.uint16, self.T + 1, offset=offset)  # takes 10 us
+
+
+def get_windows(step: int, args) -> range:
+    """Return the numbers of the windows that a step reads, in all processes together."""
+    S = args.total_batch_size // args.seq_len  # sequences
+    first = 0 if args.overfit_one_batch else step * S
+    return range(first, first + S)
 
 
 # ---- the learning rate --------------------------------------------------------------------------
@@ -572,7 +578,7 @@ def validate(model, loader, tokens: int, run) -> float:
     # at least one and at most all, the same for every B and number of processes
     windows = min(max(1, tokens // loader.T), loader.windows)
     sums = []
-    for x, y in loader.batches(0, windows):
+    for x, y in loader.batches(range(windows)):
         with run.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y).sum())
     # The sum is taken in float64, and on the CPU, because an MPS device has no float64
@@ -717,7 +723,7 @@ class Log:
             dt = end - begin
         loss, norm, stop, skipped = results.tolist()
         self.must_stop |= stop > 0
-        self.skipped = int(skipped) * (self.skipped + 1)
+        self.skipped = skipped * (self.skipped + 1)
         values = {"train": f"{loss:.6f}", "lr": f"{lr:.4e}", "norm": f"{norm:.4f}"}
         values["dt"] = f"{1000 * dt:.2f}"  # milliseconds
         line = "loss: {train} | lr {lr} | norm: {norm} | dt: {dt}ms".format(**values)
@@ -737,7 +743,7 @@ class Log:
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole tensors, on the CPU
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on a CPU, not copies
 
 
 @contextmanager
@@ -800,12 +806,12 @@ def restore_state(state, saved: dict):
     # On a CPU, they are the tensors of the mapped file, which must give back its disk: copy them
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
-            kept |= {name: value.clone() for name, value in kept.items()}
+            kept |= {name: x.clone() for name, x in kept.items() if torch.is_tensor(x)}
 
 
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
-    with reading("the weights, perhaps of another script's model,"):
+    with reading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
 
 
@@ -879,7 +885,7 @@ def update_weights(optimizers, lr: float, skip: Tensor):
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_share", 1.0)
         # Fused AdamW and Muon read found_inf on the device. For others, Python waits for `skip`
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
+        if hasattr(optimizer, "_step_supports_amp_scaling"):
             optimizer.found_inf = skip.float()
             optimizer.step()
         elif not skip:
@@ -891,19 +897,15 @@ def train(args, run, state, loaders) -> int:
     train_loader, val_loader = loaders
     model = state.model  # what the training loop calls
     if run.world_size > 1 and args.zero == 0:
-        # It averages the gradients. With bucket views, it needs no second copy of them
+        # It averages the gradients. With bucket views, it need not copy them back
         model = DDP(state.model, gradient_as_bucket_view=True)
     log = Log(state, args, run)
     signals = []
     if train_loader:
-        S = args.total_batch_size // args.seq_len  # sequences in a step
-        grad_accum_steps = math.ceil(S / (train_loader.B * run.world_size))
-        # DDP and FSDP average over the processes. The sum of all losses times this is their mean
-        scale = run.world_size / args.total_batch_size
         n = sum(p.numel() for p in state.model.parameters())
         print0(f"{args.model}, {n:,} parameters, on {run.world_size} x {run.device_name}")
-        plan = f"{args.max_steps * S / train_loader.windows:.2f} epochs of {args.data_dir}"
-        print0(f"{args.max_steps} steps, {plan}, {run.dtype}, B {train_loader.B}")
+        epochs = get_windows(args.max_steps - 1, args).stop / train_loader.windows
+        print0(f"{args.max_steps} steps, {epochs:.2f} epochs, {run.dtype}, B {train_loader.B}")
         catch_signals(signals)
 
     # Each iteration first evaluates the model after `step` updates; the last one does only that
@@ -924,10 +926,13 @@ def train(args, run, state, loaders) -> int:
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
+        windows = get_windows(step, args)
+        grad_accum_steps = math.ceil(len(windows) / (train_loader.B * run.world_size))
+        # DDP and FSDP average over the processes. The sum of all losses times this is their mean
+        scale = run.world_size / (len(windows) * args.seq_len)
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: Python never waits for it
-        first = 0 if args.overfit_one_batch else step * S
-        for micro_step, (x, y) in enumerate(train_loader.batches(first, first + S)):  # (B, T) each
-            # DDP averages the gradients in the last micro-step only; without DDP, nobody reads this
+        for micro_step, (x, y) in enumerate(train_loader.batches(windows)):  # (B, T) each
+            # DDP averages gradients in the last micro-step only, as with no_sync(); FSDP in all
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
             with run.autocast():
                 loss = model(x, y).sum() * scale
@@ -1009,7 +1014,7 @@ FLAGS = {
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
-        "temperature": (float, 1.0, "0: always the most likely token"),
+        "temperature": (float, 1.0, "0: always the most likely token, or one of equals"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
         "save_every": (int, 1000, "save every this many steps, 0: never"),
         "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
@@ -1068,7 +1073,6 @@ def decide_args(given, stored) -> Namespace:
     optimizer = (defaults | stored | given)["optimizer"]
     rate, warmup_steps, recipe = RECIPES.get(optimizer, RECIPES["adamw"])
     args = Namespace(**(defaults | recipe | stored | given))
-    args.model = args.model.removeprefix("gpt2:")  # llm.c also writes gpt2:d12 for d12
     # A model from a folder may have a size that is not in SIZES
     *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])
     args.seq_len = args.seq_len or context
@@ -1134,8 +1138,7 @@ def check_resume(args, source):
 
 def make_config(args, source) -> GPTConfig:
     """Return the model's config: the source's, or the size's with the data's vocabulary."""
-    fields = vars(args).keys() & GPTConfig.__dataclass_fields__
-    flags = {flag: vars(args)[flag] for flag in fields}
+    flags = {f: value for f, value in vars(args).items() if f in GPTConfig.__dataclass_fields__}
     if source:
         config = GPTConfig(**(source["config"] | flags))
         changed = dict(asdict(config).items() - asdict(GPTConfig(**source["config"])).items())
@@ -1158,7 +1161,7 @@ def choose_batch_size(config, args, run) -> int:
         return args.batch_size or 16
     T = args.seq_len
     sequences, rest = divmod(args.total_batch_size, T)
-    require(rest == 0 < sequences, f"--total_batch_size: expected a multiple of --seq_len {T}")
+    require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
     most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
     if run.device.type == "cuda" and not args.batch_size:
         parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
@@ -1168,12 +1171,14 @@ def choose_batch_size(config, args, run) -> int:
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
         # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
-        # Autocast keeps some in float32, which makes about 20 C. Then there are the logits
+        # Autocast keeps some in float32, which makes about 20 C
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
         size = 2 if run.dtype in ("bfloat16", "float16") else 4
-        sequence = size * (blocks * config.n_embd + config.vocab_size) * T  # bytes
+        # The kernel has one copy of the logits. PyTorch's loss also has some in float32
+        logits = 2 if triton and run.dtype == "bfloat16" else 16
+        sequence = (size * blocks * config.n_embd + logits * config.vocab_size) * T  # bytes
         memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # 10% spare
         most = min(128, int((memory - weights) / sequence))  # an H100 gets no faster beyond 128
         require(most > 0, "no sequence fits: use --recompute, --zero 3 or a smaller --model")
@@ -1203,14 +1208,15 @@ def prepare(args, source, run) -> tuple[State, list]:
     loaders = [None, None]
     if args.max_steps > 0:
         loaders[0] = DataLoaderLite("train", B, config, args, run)
-        next(loaders[0].batches(0, 1))
+        next(loaders[0].batches(range(1)))  # is the data readable?
     if args.val_every > 0:
         loaders[1] = DataLoaderLite("val", B, config, args, run)
     if args.resume:
         require(loaders[0].lengths == source["data"], f"--resume: {args.data_dir} has other shards")
-    state = make_state(config, source, args, run)
-    steps = run.gather(state.step)  # all wait: where one has failed, none goes on
+    steps = run.gather(source["step"] if args.resume else 0)  # each machine may have its own disk
     require(len(set(steps)) == 1, f"the processes have found checkpoints of the steps {steps}")
+    state = make_state(config, source, args, run)
+    run.gather()  # all wait: where one has failed, none goes on
     return state, loaders
 
 
@@ -1307,8 +1313,7 @@ if triton:
     def fused_cross_entropy(
         x: Tensor, weight: Tensor, targets: Tensor, V: int
     ) -> tuple[Tensor, Tensor]:
-        """Return head_cross_entropy, (N,) float32, for bfloat16 on a GPU, and the gradient of each
-        loss with respect to its row of logits, (N, padded V) bfloat16: softmax - onehot."""
+        """Return head_cross_entropy, and each loss's gradient, (N, padded V): softmax - onehot."""
         logits = x @ weight.to(x.dtype).T
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         kernel = torch.library.wrap_triton(cross_entropy_kernel)
@@ -1397,9 +1402,9 @@ def orthogonal_updates(stack: Tensor) -> Tensor:
 
 def orthogonalize(stack: Tensor) -> Tensor:
     """Return matrices with the singular vectors of those in the stack, (n, rows, columns), but with
-    singular values near 1. Five steps of a Newton-Schulz iteration do this without computing the
-    vectors: each applies the polynomial 3.4445 s - 4.7750 s^3 + 2.0315 s^5 to every singular value
-    s. Together they bring all but tiny values to between 0.7 and 1.2. Source: as for Muon."""
+    singular values near 1. Each of five steps of a Newton-Schulz iteration applies the polynomial
+    3.4445 s - 4.7750 s^3 + 2.0315 s^5 to all singular values s, without computing them. All but
+    tiny ones end between 0.7 and 1.2. Source: as for Muon."""
     is_tall = stack.size(1) > stack.size(2)
     x = stack.mT if is_tall else stack  # x @ x.mT is then the smaller of two products
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value is above 1 now
@@ -1458,11 +1463,8 @@ def export_hf(model, folder):
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     shape |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
     theirs = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=c.eot, eos_token_id=c.eot))
+    load_weights(theirs, change_layout(model.state_dict(), c.vocab_size))
     found = "this model is not a GPT-2: transformers does not compute its logits and losses"
-    try:
-        theirs.load_state_dict(change_layout(model.state_dict(), c.vocab_size))
-    except RuntimeError as error:  # other names or shapes
-        raise UserError(found) from error
     require(same_outputs(model, theirs), found)
     theirs.save_pretrained(folder)  # config.json and model.safetensors
     export_tokenizer(c, folder)
@@ -1471,10 +1473,9 @@ def export_hf(model, folder):
 
 @torch.no_grad()
 def same_outputs(ours: GPT, theirs: nn.Module) -> bool:
-    """Return whether both models compute the same logits and losses for random tokens."""
+    """Return whether both models compute the same logits and losses for a text of many tokens."""
     c = ours.config
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randint(c.vocab_size, (1, c.block_size), generator=generator)  # (1, T)
+    x = torch.arange(c.block_size)[None] % c.vocab_size  # (1, T)
     logits = theirs.eval()(x).logits  # (1, T, V)
     losses = F.cross_entropy(logits[0], x[0], reduction="none")  # (T,)
     errors = [ours.eval()(x) - logits, ours(x, x)[0] - losses]
@@ -1488,10 +1489,8 @@ def export_tokenizer(config, folder: str):
 
     tokenizer = get_tokenizer(config.tokenizer)
     spelling = bytes_to_unicode()  # Hugging Face writes each byte as a printable character
-    vocabulary = {}  # spelling: token
-    for rank in range(config.eot):
-        token = tokenizer.decode_single_token_bytes(rank)
-        vocabulary["".join(spelling[byte] for byte in token)] = rank
+    tokens = [tokenizer.decode_single_token_bytes(rank) for rank in range(config.eot)]
+    vocabulary = {b.decode("latin-1").translate(spelling): i for i, b in enumerate(tokens)}
     merges = generate_merges(vocabulary, None)  # from the ranks: tiktoken stores no merges
     vocabulary["<|endoftext|>"] = config.eot
     GPT2Tokenizer(vocabulary, merges).save_pretrained(folder)

@@ -38,7 +38,7 @@ def serve(folder, T, steps, sequences=8, B=1, world=1, first=0, **options) -> np
     loaders = make_loaders(folder, T, B, world, **options)
     seen = []
     for start in range(first, first + steps * sequences, sequences):
-        shares = [loader.batches(start, start + sequences) for loader in loaders]
+        shares = [loader.batches(range(start, start + sequences)) for loader in loaders]
         for batches in zip(*shares, strict=True):  # strict: all processes get equally many
             for x, y in batches:
                 assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64
@@ -115,7 +115,7 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
     [npy] = make_loaders(tmp_path, 8, shuffle=False)
     [bin] = make_loaders(tmp_path, 8, split="val")
     assert npy.windows == bin.windows == 124
-    for one, two in zip(npy.batches(0, 124), bin.batches(0, 124), strict=True):
+    for one, two in zip(npy.batches(range(124)), bin.batches(range(124)), strict=True):
         assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 

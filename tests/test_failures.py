@@ -214,12 +214,12 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
     ("a_train.bin", bin_shard(20240521, 1, 999), BIN),
     ("a_train.bin", bin_shard(20240520, 1, 999, tokens=998), BIN),
     ("meta.json", b'{"progress": {"done": false}}', "is not finished: run its fineweb.py command"),
-    ("test_train_000002.npy", npy(np.uint16)[:-1], "train_000002.npy cannot be read or is damaged"),
-    ("test_train_000002.npy", npy(np.uint16)[:100], "train_000002.npy cannot be read"),
-    ("test_train_000002.npy", npy(np.float64)[:-1], "train_000002.npy cannot be read"),
-    ("test_train_000002.npy", b"", "train_000002.npy cannot be read"),
-    ("test_train_000002.npy", b"some text", "train_000002.npy cannot be read"),
-    ("a_train.bin", b"", "a_train.bin cannot be read"),
+    ("test_train_000002.npy", npy(np.uint16)[:-1], "train_000002.npy cannot be loaded"),
+    ("test_train_000002.npy", npy(np.uint16)[:100], "train_000002.npy cannot be loaded"),
+    ("test_train_000002.npy", npy(np.float64)[:-1], "train_000002.npy cannot be loaded"),
+    ("test_train_000002.npy", b"", "train_000002.npy cannot be loaded"),
+    ("test_train_000002.npy", b"some text", "train_000002.npy cannot be loaded"),
+    ("a_train.bin", b"", "a_train.bin cannot be loaded"),
 ])  # fmt: skip
 def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, content, message):
     """In one line, before the run makes log_dir."""
@@ -278,7 +278,7 @@ def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, capsy
         ({"state_dict": {}}, "other.pt is not a checkpoint of this script"),
         (torch.zeros(3), "other.pt is not a checkpoint of this script"),
         (saved, "other.pt has a model with ['rotary']: use the script that trained it"),
-        (load(old, 2) | {"model": {"a": torch.zeros(3)}}, "perhaps of another script's model"),
+        (load(old, 2) | {"model": {"a": torch.zeros(3)}}, "a GPT with these weights cannot be"),
     ):
         torch.save(content, old / "other.pt")
         assert refused(capsys, message, *flags), message

@@ -334,7 +334,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(tmp_path, s
         capsys.readouterr()
         assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 2, len(damaged)
         err = capsys.readouterr().err
-        assert f"{newest} cannot be read or is damaged" in err and err.count("\n") == 1, err
+        assert f"{newest} cannot be loaded" in err and err.count("\n") == 1, err
         assert contents(tmp_path / "b") == before
     newest.unlink()
     assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0

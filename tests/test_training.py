@@ -170,9 +170,7 @@ def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
         losses[dtype] = np.array(list(log["train"].values()))
         error = np.abs(losses[dtype] - losses["float32"]).max()
         assert 0 < error < most or dtype == "float32"
-        assert {str(stream) for stream in streams} == {
-            "torch.bfloat16" if dtype == "bfloat16" else "torch.float32"
-        }
+        assert {*streams} == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
         streams.clear()
 
 
