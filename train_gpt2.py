@@ -59,7 +59,7 @@ except ImportError:
 
 # ---- the model ----------------------------------------------------------------------------------
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). Names are as in llm.c. GPT-2
+# name: (layers, heads, channels, context in tokens, peak learning rate). Names are llm.c's. GPT-2
 # came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),  # for a CPU
