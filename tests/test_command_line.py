@@ -1,6 +1,5 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
-import math
 import os
 import re
 import shutil
@@ -137,38 +136,33 @@ def test_defaults_follow_the_model_and_the_optimizer():
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     """8192 tokens fit on a CPU. On a GPU of 80 GiB, 12 blocks of 768 channels take for a token
     12 * 40 * 768 bytes, and the logits 2 * 50257 or, without the kernel, 16 * 50257; the weights and
-    the rest 20 a parameter."""
+    the rest 20 a parameter. From the number that fits on, there are two micro-steps."""
+
+    def choose(run, **given):
+        return train_gpt2.choose_batch_size(GPTConfig(), defaults(**given), run)
+
     for T, sequences, world, B in (
         (1024, 512, 1, 8), (64, 12, 1, 12), (1000, 14, 1, 7), (16384, 2, 1, 1), (1000, 17, 1, 6),
         (1024, 512, 3, 8), (1024, 512, 7, 8), (1024, 20, 3, 7), (1024, 3, 5, 1),
     ):  # fmt: skip
-        args = defaults(seq_len=T, total_batch_size=T * sequences)
-        found = train_gpt2.choose_batch_size(GPTConfig(), args, make_run(0, world))
-        assert found == B, (T, sequences, world)
+        assert choose(make_run(0, world), seq_len=T, total_batch_size=T * sequences) == B
     memory = Namespace()
     monkeypatch.setattr(train_gpt2, "triton", "installed")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # slow
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     for gib, flags, dtype, world, fitting in [
-        (80, {}, "bfloat16", 1, 155), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
-        (24, {"recompute": True}, "bfloat16", 1, 135), (24, {"zero": 3}, "bfloat16", 8, 46),
-        (2, {}, "tf32", 1, 0),
+        (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
+        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {"zero": 3}, "bfloat16", 8, 46),
     ]:  # fmt: skip
         memory.total_memory = gib * 2**30
         gpu = make_run(0, world, device=torch.device("cuda", 0), dtype=dtype)
-        for most in (fitting, fitting + 1):  # one micro-step, and two
-            args = defaults(total_batch_size=1024 * max(1, most) * world, **flags)
-            if fitting == 0:
-                with pytest.raises(UserError, match="no sequence fits"):
-                    train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
-                continue
-            micro_steps = math.ceil(most / min(128, fitting))
-            B = train_gpt2.choose_batch_size(GPTConfig(), args, gpu)
-            assert math.ceil(most / micro_steps) == B, (gib, flags, dtype, most)
-    args = defaults(batch_size=4)
-    assert train_gpt2.choose_batch_size(GPTConfig(), args, gpu) == 4, "the user knows better"
-    evaluation = defaults(max_steps=0, seq_len=1000)  # divides nothing, keeps nothing
-    assert train_gpt2.choose_batch_size(GPTConfig(), evaluation, gpu) == 16
+        for share, B in ((fitting, fitting), (fitting + 1, fitting // 2 + 1)):
+            assert choose(gpu, total_batch_size=1024 * share * world, **flags) == B, (gib, flags)
+    assert choose(gpu, batch_size=4) == 4, "the user knows better"
+    assert choose(gpu, max_steps=0, seq_len=1000) == 16, "an evaluation divides and keeps nothing"
+    memory.total_memory = 2 * 2**30
+    with pytest.raises(UserError, match="no sequence fits"):
+        choose(gpu)
 
 
 def test_a_trained_model_is_reused_in_every_way(tmp_path, shards, capsys, monkeypatch):

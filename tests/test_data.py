@@ -152,8 +152,7 @@ def test_validation_sees_the_same_tokens_for_every_b_and_world(shards, monkeypat
     assert len(set(seen)) == 3, "another number of windows has another loss"
 
 
-# -----------------------------------------------------------------------------
-# meta.json, and what is refused
+# ---- meta.json, and what is refused
 
 
 def write_meta(folder, name="meta.json", done=True):

@@ -27,8 +27,7 @@ def refused(capsys, message: str, *flags) -> bool:
     return (status, err.count("\n")) == (2, 1) and message in err
 
 
-# -----------------------------------------------------------------------------
-# promise 6: what is not finite never reaches the weights
+# ---- promise 6: what is not finite never reaches the weights
 
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing
@@ -90,8 +89,7 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, monkeypat
     assert all(p.isfinite().all() for p in load(tmp_path, 60)["model"].values())
 
 
-# -----------------------------------------------------------------------------
-# a folder that holds a run
+# ---- a folder that holds a run
 
 
 @pytest.fixture
@@ -156,9 +154,7 @@ def test_the_quickstart_replaces_its_own_run_and_no_other(old, shards, monkeypat
     assert refused(capsys, "holds a run", *flags, "--log_dir", old)
 
 
-# -----------------------------------------------------------------------------
-# disks, memory and data
-
+# ---- disks, memory and data
 
 FULL_DISK = """
 import resource
@@ -215,7 +211,6 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
     ("a_train.bin", bin_shard(20240520, 1, 999, tokens=998), BIN),
     ("meta.json", b'{"progress": {"done": false}}', "is not finished: run its fineweb.py command"),
     ("test_train_000002.npy", npy(np.uint16)[:-1], "train_000002.npy cannot be loaded"),
-    ("test_train_000002.npy", npy(np.uint16)[:100], "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", npy(np.float64)[:-1], "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"", "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"some text", "train_000002.npy cannot be loaded"),

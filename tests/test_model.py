@@ -48,8 +48,7 @@ def random_tokens(*shape, below=257) -> torch.Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(1))
 
 
-# -----------------------------------------------------------------------------
-# the same as transformers
+# ---- the same as transformers
 
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("d12", marks=pytest.mark.slow)])
@@ -189,9 +188,7 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
         assert train_gpt2.peak_tokens_per_second(model, 1024, make_run(device_name=name)) is None
 
 
-# -----------------------------------------------------------------------------
-# the loss, and the padding
-
+# ---- the loss, and the padding
 
 # (N, C, V, padded V): odd sizes; V on both sides of the kernel's block of 16384 columns; GPT-2's
 LOSS_SIZES = [(7, 16, 257, 384), (9, 24, 333, 333), (5, 8, 16384, 16512), (5, 8, 16385, 16512)]
@@ -253,8 +250,7 @@ def test_padding_takes_no_probability_where_logits_are_near_minus_40():
     assert 200 < generate(model, prompt, flags(temperature=9.0)).max() < 257
 
 
-# -----------------------------------------------------------------------------
-# generation
+# ---- generation
 
 
 def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
@@ -295,8 +291,7 @@ def test_a_seed_fixes_the_text_and_touches_no_other_random_numbers():
     assert torch.equal(state, torch.get_rng_state())
 
 
-# -----------------------------------------------------------------------------
-# Hugging Face's format
+# ---- Hugging Face's format
 
 
 def test_weights_cross_over_and_back_bit_for_bit(tmp_path):

@@ -64,21 +64,26 @@ def start(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("optimizer, zero", [
-    ("adamw", 0), pytest.param("adamw", 2, marks=slow), pytest.param("adamw", 3, marks=slow),
-    pytest.param("muon", 0, marks=slow), pytest.param("muon", 2, marks=slow), ("muon", 3),
+@pytest.mark.parametrize("optimizer, processes, zero, B", [
+    ("adamw", 2, 0, 4), ("adamw", 3, 0, 16), ("adamw", 3, 3, 6), ("muon", 2, 3, 4),
+    *(pytest.param(*case, marks=slow) for case in [
+        ("adamw", 1, 0, 3), ("adamw", 2, 2, 4), ("adamw", 3, 2, 2), ("adamw", 5, 0, 2),
+        ("adamw", 7, 0, 1), ("muon", 2, 2, 3), ("muon", 3, 0, 4)])
 ])  # fmt: skip
-def test_two_processes_make_the_run_of_one(start, optimizer, zero):
-    """So they do over 20 steps, and the checkpoint has the same contents. The rate is GPT-3's. Muon
-    takes 0.1 for this small model, so that roundings grow 50 times in these steps."""
+def test_any_number_of_processes_and_any_b_make_the_run_of_one(
+    start, optimizer, processes, zero, B
+):
+    """Also where they divide neither the 16 sequences of a step nor the 40 of the validation. The
+    checkpoint has the same contents. AdamW's rate is GPT-3's; Muon takes 0.1 for this small model, so
+    that roundings grow 50 times in these 20 steps."""
     flags = ["--optimizer", optimizer, *(["--max_lr", 6e-4] if optimizer == "adamw" else [])]
     one, samples = start(1, *flags)
-    two, its_samples = start(2, *flags, "--zero", zero)
-    logs = read_log(one), read_log(two)
+    found, its_samples = start(processes, *flags, "--zero", zero, "--batch_size", B)
+    logs = read_log(one), read_log(found)
     assert list(logs[0]["hella"]) == list(logs[0]["val"]) == [0, 10, 20]
-    assert_close(*logs, tolerance={"adamw": 2e-6, "muon": 2e-3}[optimizer])
+    assert_close(*logs, tolerance={"adamw": 5e-6, "muon": 2e-3}[optimizer])
     assert samples == its_samples and len(samples) == 4
-    assert shapes(one, 20) == shapes(two, 20)
+    assert shapes(one, 20) == shapes(found, 20)
 
 
 @slow
@@ -92,19 +97,6 @@ def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, 
         status, _, err = run(*flags, *own, processes=processes)
         assert status == 0 and steps(tmp_path / "b")[-1] == max_steps, err
     assert_close(read_log(tmp_path / "a"), read_log(tmp_path / "b"))
-
-
-@pytest.mark.parametrize("processes, zero, B", [
-    (2, 0, 3), (3, 0, 16), pytest.param(3, 2, 2, marks=slow), (3, 3, 6), pytest.param(5, 0, 2, marks=slow),
-    pytest.param(7, 0, 1, marks=slow), pytest.param(1, 0, 3, marks=slow),
-])  # fmt: skip
-def test_any_number_of_processes_and_any_b_make_the_run_of_one(start, processes, zero, B):
-    """Also where they divide neither the 16 sequences of a step nor the 40 of the validation."""
-    flags = ["--max_lr", 6e-4]
-    one = read_log(start(1, *flags)[0])
-    found = read_log(start(processes, *flags, "--zero", zero, "--batch_size", B)[0])
-    for stream, tolerance in (("train", 5e-6), ("val", 1e-4), ("norm", 2e-4), ("hella", 0)):
-        assert found[stream] == pytest.approx(one[stream], abs=tolerance, rel=0), stream
 
 
 @pytest.mark.cuda
@@ -214,8 +206,7 @@ def test_no_process_ends_before_the_last_checkpoint_is_whole(tmp_path, shards):
     assert status == 0, err
 
 
-# -----------------------------------------------------------------------------
-# torchrun
+# ---- torchrun
 
 SCRIPT = """
 import os, signal, conftest, torch, train_gpt2
@@ -224,66 +215,30 @@ rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"
 {patch}
 train_gpt2.main()
 """
-KILLED_IN_UPDATE_5 = """
+KILLED_WITH_ITS_MACHINE = """
 forward, calls = train_gpt2.GPT.forward, []
 def act(self, *args):
     calls.append(self.training)
-    if (rank, attempt, sum(calls)) == (1, "0", 6):
+    if (attempt, sum(calls)) == ("0", 6):
+        os.kill(os.getppid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return forward(self, *args)
 train_gpt2.GPT.forward = act
 """
 
 
-def torchrun(folder: Path, launcher, flags, patch="") -> subprocess.Popen:
-    """Start torchrun with a script that makes a tiny run."""
+def torchrun(folder: Path, address, flags, patch: str) -> subprocess.Popen:
+    """Start the torchrun of one of three machines, which meet at the address, for a tiny run."""
+    launcher = ["--nnodes=1:3", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_id=test"]
+    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{address.port}"]
+    launcher += ["--rdzv_conf=last_call_timeout=10,is_host=0"]
+    folder.mkdir()
     script = folder / "tiny.py"
     script.write_text(SCRIPT.format(patch=patch))
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, script, *FLAGS, *flags]
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([str(part) for part in command], env=env, **pipes)
-
-
-def meet(machines: str, address) -> list[str]:
-    """Return torchrun's flags for one of some machines with a process each, which meet there."""
-    launcher = [f"--nnodes={machines}", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_id=test"]
-    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{address.port}"]
-    return [*launcher, "--rdzv_conf=last_call_timeout=10,is_host=0"]
-
-
-@slow
-def test_torchrun_restarts_a_killed_process_and_the_run_goes_on(tmp_path, shards):
-    """With --resume, the new group continues the last checkpoint of the dead one."""
-    flags = ["--data_dir", shards, "--max_steps", 8, "--save_every", 2, "--batch_size", 8]
-    assert run(*flags, "--log_dir", tmp_path / "a", processes=2)[0] == 0
-    launcher = ["--standalone", "--nproc_per_node=2", "--max_restarts=1"]
-    flags += ["--resume", "--log_dir", tmp_path / "b"]
-    process = torchrun(tmp_path, launcher, flags, patch=KILLED_IN_UPDATE_5)
-    out, err = process.communicate(timeout=120)  # seconds
-    assert process.returncode == 0, err
-    assert out.count("step     4/8 | loss") == 2, "before the kill, and again from step 4 on"
-    assert out.count("step     3/8 | loss") == 1
-    assert read_log(tmp_path / "a") == read_log(tmp_path / "b")
-
-
-@slow
-def test_two_machines_make_the_run_of_one(tmp_path, shards):
-    """Two agents that meet at one address are what two machines are: RANK is not LOCAL_RANK."""
-    flags = ["--data_dir", shards, "--max_steps", 6, "--batch_size", 4]
-    assert main(*flags, "--log_dir", tmp_path / "one") == 0
-    flags += ["--log_dir", tmp_path / "two"]
-    address = host()
-    machines = [torchrun(tmp_path, meet("2", address), flags) for _ in range(2)]
-    outputs = [machine.communicate(timeout=120) for machine in machines]  # seconds
-    assert [machine.returncode for machine in machines] == [0, 0], outputs
-    assert sum(out.count("done: ") for out, _ in outputs) == 1
-    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))
-
-
-KILLED_WITH_ITS_MACHINE = KILLED_IN_UPDATE_5.replace("(1, ", "(rank, ").replace(
-    "os.kill(", "os.kill(os.getppid(), signal.SIGKILL), os.kill("
-)
 
 
 @slow
@@ -293,10 +248,8 @@ def test_two_machines_go_on_where_a_third_one_dies(tmp_path, shards):
     flags = ["--data_dir", shards, "--max_steps", 10, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
     flags += ["--resume", "--log_dir", tmp_path / "three"]
-    address, machines = host(), []
-    for i, patch in enumerate(("", "", KILLED_WITH_ITS_MACHINE)):
-        (tmp_path / str(i)).mkdir()
-        machines.append(torchrun(tmp_path / str(i), meet("1:3", address), flags, patch))
+    address, patches = host(), ["", "", KILLED_WITH_ITS_MACHINE]
+    machines = [torchrun(tmp_path / f"{i}", address, flags, p) for i, p in enumerate(patches)]
     outputs = [machine.communicate(timeout=240) for machine in machines]  # seconds
     assert [machine.returncode for machine in machines] == [0, 0, -signal.SIGKILL], outputs
     printed = "".join(out for out, _ in outputs)

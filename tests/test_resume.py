@@ -43,8 +43,7 @@ def break_off(log_dir, copy, step: int) -> Path:
     return copy
 
 
-# -----------------------------------------------------------------------------
-# a checkpoint holds all that the next step depends on
+# ---- a checkpoint holds all that the next step depends on
 
 
 @pytest.mark.parametrize("recipe", [
@@ -98,8 +97,7 @@ def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, s
     assert 3 * weights < size < 3 * weights + model.lm_head.weight.nbytes
 
 
-# -----------------------------------------------------------------------------
-# killed
+# ---- killed
 
 # Process `victim` is killed before the line with number `moment` of those that it executes in the
 # script: between any two actions of a start, a step, a record or a save
@@ -188,8 +186,7 @@ def test_a_deleted_checkpoint_gives_back_its_disk(tmp_path, shards):
     assert "mapped: False" in out and "mapped: True" not in out
 
 
-# -----------------------------------------------------------------------------
-# asked to stop
+# ---- asked to stop
 
 # Act in the call number `call` of the model in training (True) or in an evaluation (False)
 IN_FORWARD = """
@@ -246,8 +243,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
     assert contents(tmp_path / "log").keys() == {"log.txt"}
 
 
-# -----------------------------------------------------------------------------
-# what --resume finds
+# ---- what --resume finds
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_path, shards, capsys):

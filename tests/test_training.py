@@ -9,10 +9,11 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from conftest import break_losses, load, main, make_run, read_log, steps
+from conftest import DATA, break_losses, load, main, make_run, needs_data, read_log, steps
 from torch._dynamo.backends.debugging import aot_eager
 from torch.optim import SGD
 
+import fineweb
 import train_gpt2
 from train_gpt2 import GPT, GPTConfig, Muon, decide_args, get_lr
 
@@ -36,8 +37,7 @@ def assert_same_weights(a, b):
         assert torch.equal(p, b["model"][name]), name
 
 
-# -----------------------------------------------------------------------------
-# a run
+# ---- a run
 
 
 def test_ten_golden_losses(tmp_path, shards):
@@ -47,9 +47,18 @@ def test_ten_golden_losses(tmp_path, shards):
     assert log["norm"][0] == pytest.approx(NORM, rel=1e-3)
 
 
-def test_the_validation_loss_falls_with_muon(tmp_path, shards):
-    log = train(tmp_path, shards, "--optimizer muon --max_steps 60 --max_lr 0.01 --val_every 60")
-    assert log["val"][60] < 0.5 * log["val"][0]
+@pytest.mark.slow
+@needs_data
+def test_the_quickstart_learns_as_well_as_it_did(tmp_path):
+    """200 steps on a play. 20 seeds ended at 2.229 nats a byte, with a deviation of 0.007; without
+    shuffling at 2.36, with half of the rate at 2.34, at a constant rate from 2.247 on. (Without
+    warmup or smaller projections these 4 layers end lower, at 2.17 and 2.20.)"""
+    play = ["--files", str(DATA / "tinyshakespeare.txt"), "--tokenizer", "bytes"]
+    fineweb.main([*play, "--out", str(tmp_path / "play")])
+    flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --device cpu"
+    with pytest.raises(SystemExit, match="0"):
+        train_gpt2.main(f"{flags} --max_steps 200 --val_every 200 --sample_every 0".split())
+    assert read_log(tmp_path / "log")["val"][200] < 2.25
 
 
 def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards, monkeypatch):
@@ -174,8 +183,7 @@ def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
         streams.clear()
 
 
-# -----------------------------------------------------------------------------
-# the learning rate
+# ---- the learning rate
 
 
 def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[float]:
@@ -218,8 +226,7 @@ def test_a_short_run_warms_up_for_a_third_of_it(optimizer, most):
     assert decide_args(given | {"warmup_steps": 0}, {}).warmup_steps == 0, "0 is a value"
 
 
-# -----------------------------------------------------------------------------
-# the optimizers
+# ---- the optimizers
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -306,8 +313,7 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
     assert sum(moved).sqrt().item() == pytest.approx(grad_clip or NORM, rel=1e-3)
 
 
-# -----------------------------------------------------------------------------
-# updates that are skipped
+# ---- updates that are skipped
 
 
 def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, monkeypatch):
