@@ -8,17 +8,19 @@ import lzma
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
-import time
+import threading
+from contextlib import redirect_stderr
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from operator import length_hint
 from pathlib import Path
-from threading import Thread
-from unittest.mock import ANY
+from unittest.mock import ANY, DEFAULT, Mock, patch
 
-import fsspec
 import numpy as np
 import pyarrow
 import pytest
@@ -32,7 +34,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import fineweb
 
 exact = settings(deadline=None, derandomize=True, database=None)
-fork = multiprocessing.get_context("fork")
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -40,14 +41,15 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def write_parquet(path: Path | io.BytesIO, texts: list[str], rows: int | None = None) -> None:
+def write_parquet(path: Path, texts: list[str], rows: int | None = None) -> Path:
     """Write texts in row groups of so many rows, beside a column of numbers."""
     table = pyarrow.table({"id": [*range(len(texts))], "text": texts})
     parquet.write_table(table, path, row_group_size=rows)
+    return path
 
 
 def random_texts(number: int, longest: int, seed: int = 0) -> list[str]:
-    """Documents of 0 to `longest` characters in words, the last of the longest length."""
+    """Return documents of 0 to `longest` characters in words, the last of the longest length."""
     rng = random.Random(seed)
     words = ["the", "cat", "sat.", "<|endoftext|>", "déjà\nvu", "", "漢字", "12"]
     lengths = [rng.randrange(longest + 1) for _ in range(number - 1)] + [longest]
@@ -55,95 +57,73 @@ def random_texts(number: int, longest: int, seed: int = 0) -> list[str]:
 
 
 def build(files, out: Path, *options) -> Path:
-    """Run fineweb.py in this process. Later options win."""
-    argv = ["--files", files, "--out", out, "--tokenizer", "bytes", "--workers", 1, *options]
+    """Run fineweb.py in this process: on the files, or on FineWeb for None. Later options win."""
+    source = ["--files", files] if files else []
+    argv = [*source, "--out", out, "--tokenizer", "bytes", "--workers", 1, *options]
     fineweb.main([str(word) for word in argv])
     return out
 
 
-def begin(chunks: int, run) -> None:
-    """Run until some chunks are finished, and end there as a kill would."""
-    save_chunk, left = fineweb.save_chunk, iter(range(chunks - 1))
-
-    def save_and_stop(*args):
-        save_chunk(*args)
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fineweb, "save_chunk", save_and_stop)
-        run()
-
-
-def refuse(capsys, *argv) -> str:
-    """Run a command line that must end with status 2 and one line; return the line."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as exit_info:
-        fineweb.main(["--workers", "1", *(str(word) for word in argv)])
-    assert exit_info.value.code == 2
-    line = capsys.readouterr().err
+def refuse(*args) -> str:
+    """Build, which must end with status 2 and one line; return the line."""
+    err = io.StringIO()
+    with redirect_stderr(err), pytest.raises(SystemExit, match=r"^2$"):
+        build(*args)
+    line = err.getvalue()
     assert line.startswith("fineweb.py: ") and line.count("\n") == 1, line
     return line
+
+
+def begin(chunks: int, *args) -> None:
+    """Build until so many chunks are finished and the disk has no space for the next one."""
+    effects = [DEFAULT] * chunks + [OSError("No space left")]
+    with patch.object(fineweb, "save_chunk", wraps=fineweb.save_chunk, side_effect=effects):
+        assert "No space left" in refuse(*args)
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def read_meta(folder: Path, name: str = "meta.json") -> dict:
-    return json.loads((folder / name).read_text())
+def read_meta(folder: Path) -> dict:
+    return json.loads((folder / "meta.json").read_text())
 
 
 def read_split(folder: Path, split: str) -> list[int]:
-    """Tokens of a split's shards, one after the other."""
+    """Return the tokens of a split's shards, one after the other."""
     shards = [np.load(path) for path in sorted(folder.glob(f"{split}*.npy"))]
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 and len(shard) for shard in shards)
     return np.concatenate([np.empty(0, np.uint16), *shards]).tolist()
 
 
 def to_tokens(texts: list[str]) -> list[int]:
-    """What all shards together hold with the bytes tokenizer."""
+    """Return what all shards together hold with the bytes tokenizer."""
     return [token for text in texts for token in (256, *text.encode())]
 
 
-# --------------------------------------------------------------------------------------------------
-# promise 7: the shards depend on documents and options alone, not on workers or kills; changed
+# Promise 7: the shards depend on documents and options alone, not on workers or kills; changed
 # inputs or options never mix into one dataset; no file has its final name before it is whole
 
 TEXTS = [*random_texts(60, 900), "a long one " * 2000, *random_texts(60, 900, seed=1)]
 OPTIONS = ("--shard_size", 2500, "--val_share", 0.3)
+SMALL = 1000  # bytes of a batch: every chunk has several, and the long document spans some
 
 
-@pytest.fixture
-def small_batches(monkeypatch):
-    """Make batches so short that every chunk has several and every long document spans some."""
-    monkeypatch.setattr(fineweb, "BATCH_SIZE", 1000)
+def kill_at(moment: int, files, out: Path) -> None:
+    """Build in a process that kills itself before or after it writes, syncs or renames a file."""
+    moments = count()
 
-
-def kill_at(event: int, files, out: Path) -> None:
-    """Build in a process that kills itself when it encodes, renames or is within np.save."""
-    count, save = iter(range(1, 10**9)), np.save
-
-    def die() -> None:
-        if next(count) == event:
+    def die(frame, event, function) -> None:
+        name = function.__qualname__ if event in ("c_call", "c_return") else ""
+        if name in ("ndarray.tofile", "fsync", "replace") and next(moments) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def dying(function):
-        return lambda *args: (die(), function(*args), die())[1]
-
-    def save_half_and_die(file, array) -> None:
-        file.write(b"half a shard")
-        file.flush()
-        die()
-        file.seek(0)
-        save(file, array)
-
     def child() -> None:
-        fineweb.encode, os.replace = dying(fineweb.encode), dying(os.replace)
-        np.save = save_half_and_die
+        threading.setprofile(die)
+        sys.setprofile(die)
         build(files, out, *OPTIONS)
 
-    process = fork.Process(target=child)
+    process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -151,274 +131,199 @@ def kill_at(event: int, files, out: Path) -> None:
 
 def assert_whole(out: Path) -> None:
     """Every file with its final name is whole, and has the content that meta.json lists."""
-    for path in out.glob("*.npy"):
-        assert len(np.load(path)) > 0
+    assert all(len(np.load(path)) > 0 for path in out.glob("*.npy"))
     for path in out.glob("meta*.json"):
         for name, shard in json.loads(path.read_text())["shards"].items():
             sha256 = hashlib.sha256((out / name).read_bytes()).hexdigest()
             assert shard == {"tokens": len(np.load(out / name)), "sha256": sha256}
 
 
-def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, small_batches):
-    """After each SIGKILL the same command continues, and with another number of workers. Nothing is
-    left of the files that were not whole."""
+def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
+    """The same command continues, and with more workers. What was not whole is deleted."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS), tmp_path / "killed"
     whole = build(files, tmp_path / "whole", *OPTIONS)
     assert read_meta(whole)["progress"]["chunks"] > 25
-    rng, chunks = random.Random(1), [0]
+    rng = random.Random(1)
     for _ in range(15):
-        kill_at(rng.randrange(3, 40), files, out)
+        kill_at(rng.randrange(36), files, out)
         assert_whole(out)
-        if (out / "meta.json").exists():
-            chunks.append(read_meta(out)["progress"]["chunks"])
-    assert chunks == sorted(chunks) and 5 < chunks[-1] < 26
+    assert 5 < read_meta(out)["progress"]["chunks"] < 26
     assert list(out.glob("*.unfinished"))
     build(files, out, *OPTIONS, "--workers", 2)
     assert read_folder(out) == read_folder(whole)
 
 
-def test_a_chunk_is_written_while_the_next_is_filled(tmp_path, small_batches, monkeypatch, capsys):
-    """Each but the last full one, for which the disk has no space."""
-    files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS[:60]), tmp_path / "out"
-    encode, save_chunk, encoded = fineweb.encode, fineweb.save_chunk, []
-    last = len(to_tokens(TEXTS[:60])) // 2500 - 1
-    deadline = time.monotonic() + 10
-
-    def save(args, meta, tokens, position):
-        fineweb.require(position is None or meta["progress"]["chunks"] < last, "No space left")
-        while position and len(encoded) <= position[1] + 1:
-            fineweb.require(time.monotonic() < deadline, "the next chunk waits for this one")
-            time.sleep(0.01)
-        save_chunk(args, meta, tokens, position)
-
-    monkeypatch.setattr(fineweb, "encode", lambda *args: encoded.append(args) or encode(*args))
-    monkeypatch.setattr(fineweb, "save_chunk", save)
-    argv = ["--files", files, "--out", out, "--tokenizer", "bytes", *OPTIONS]
-    assert "No space left" in refuse(capsys, *argv)
-    assert read_meta(out)["progress"]["chunks"] == last > 5
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
-def test_it_continues_behind_every_chunk(suffix, tmp_path, small_batches, monkeypatch):
-    """Each start makes one chunk, and encodes again only the batch in which the chunk begins."""
+def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
+    """Each start makes one chunk, from the batch in which it begins, before the disk is full."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     write = partial(write_parquet, rows=3) if suffix == "parquet" else write_jsonl
-    for k in range(3):
-        write(
-            tmp_path / f"{k}.{suffix}", TEXTS[k * 40 : k * 40 + 40]
-        )  # a .txt is the .jsonl's text
+    for k in range(3):  # a .txt file has the lines of a .jsonl file as its text
+        write(tmp_path / f"{k}.{suffix}", TEXTS[k + 30 : 90 : 3])
     files, out = tmp_path / f"*.{suffix}", tmp_path / "parts"
     whole = build(files, tmp_path / "whole", *OPTIONS)
-    encode, encoded = fineweb.encode, []
-    monkeypatch.setattr(fineweb, "encode", lambda *args: encoded.append(args) or encode(*args))
-    starts, done = 0, False
-    while not done:
-        encoded.clear()
-        begin(1, lambda: build(files, out, *OPTIONS))
-        starts += 1
-        done = read_meta(out)["progress"]["done"]
-        assert len(encoded) < 15  # of about 60 batches: those of a chunk, and those in the queue
-    assert starts == read_meta(whole)["progress"]["chunks"] > 20
+    chunks = read_meta(whole)["progress"]["chunks"]
+    assert chunks > 15
+    encode = Mock(side_effect=fineweb.encode)  # counts its calls
+    monkeypatch.setattr(fineweb, "encode", encode)
+    for chunk in range(1, chunks):
+        encode.reset_mock()
+        begin(1, files, out, *OPTIONS)
+        assert encode.call_count < 15  # of about 50 batches: those of up to three chunks
+        assert read_meta(out)["progress"]["chunks"] == chunk
+        assert_whole(out)
+    build(files, out, *OPTIONS)
     assert read_folder(out) == read_folder(whole)
 
 
-def begin_or_build(chunks: int | None, files, out: Path) -> dict[str, bytes]:
-    """Build some chunks with OPTIONS, or all of them; return the folder."""
-    run = lambda: build(files, out, *OPTIONS)  # noqa: E731
-    begin(chunks, run) if chunks else run()
-    return read_folder(out)
+CHANGES = [  # a command between two starts, options of the second start, what its refusal names
+    ("touch -t 202001010000 1.jsonl", "", "1.jsonl"),
+    ("touch -r 1.jsonl x; echo >> 1.jsonl; touch -r x 1.jsonl", "", "1.jsonl"),  # its old date
+    ("echo > 3.jsonl", "", "3.jsonl"),
+    ("rm 1.jsonl", "", "1.jsonl"),
+    ("mv 1.jsonl x; mv 2.jsonl 1.jsonl; mv x 2.jsonl", "", "1.jsonl"),
+    ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", "train_000001.npy"),
+    ("head -c 999 out/train_000001.npy > x; mv x out/train_000001.npy", "", "train_000001.npy"),
+    ("rm out/train_000001.npy", "", "train_000001.npy"),
+    ("rm out/meta.json", "", "no meta.json"),
+    ("echo '{\"version\": 4}' > out/meta.json", "", "has version"),
+    ("echo '{\"version' > out/meta.json", "", "meta.json is damaged"),
+    ("true", "--shard_size 2600", "shard_size 2500, not 2600"),
+    ("true", "--val_share 0.2", "val_share 0.3, not 0.2"),
+    ("true", "--val_tokens 1000", "val_tokens 2500, not 1000"),
+    ("true", "--max_tokens 9000", "max_tokens None, not 9000"),
+    pytest.param("true", "--tokenizer gpt2", "tokenizer bytes, not gpt2", marks=needs_data),
+]
 
 
-@pytest.mark.parametrize("chunks", [1, None])
-@pytest.mark.parametrize("change", ["edit", "touch", "add", "remove", "swap"])
-def test_changed_files_are_refused(change, chunks, tmp_path, capsys):
-    """Also by a finished folder, and nothing in the folder changes. `swap` is another order."""
+@pytest.mark.parametrize("start", [partial(begin, 2), build])
+@pytest.mark.parametrize("command, options, named", CHANGES)
+def test_changed_inputs_are_refused(command, options, named, start, tmp_path):
+    """A finished folder refuses them as well, and nothing in the folder changes."""
     for k in range(3):
         write_jsonl(tmp_path / f"{k}.jsonl", random_texts(30, 300 + k, seed=k))
-    files, out, path = tmp_path / "?.jsonl", tmp_path / "out", tmp_path / "1.jsonl"
-    before = begin_or_build(chunks, files, out)
-    date = path.stat().st_mtime_ns
-    if change == "add":
-        write_jsonl(tmp_path / "3.jsonl", ["more"])
-    elif change == "edit":
-        path.write_text(path.read_text() + "\n")
-        os.utime(path, ns=(date, date))
-    elif change == "touch":
-        os.utime(path, ns=(0, date + 1000))
-    else:
-        path.rename(tmp_path / "x")
-    if change == "swap":
-        (tmp_path / "2.jsonl").rename(path)
-        (tmp_path / "x").rename(tmp_path / "2.jsonl")
-    line = refuse(capsys, "--files", files, "--out", out, "--tokenizer", "bytes", *OPTIONS)
-    assert {"add": "3.jsonl"}.get(change, "1.jsonl") in line and "delete the folder" in line
+    files, out = tmp_path / "?.jsonl", tmp_path / "out"
+    start(files, out, *OPTIONS)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    before = read_folder(out)
+    line = refuse(files, out, *OPTIONS, *options.split())
+    assert named in line and re.search("delete the folder|choose another --out", line)
     assert read_folder(out) == before
 
 
-CHANGES = ["shard_size 2600", "val_share 0.2", "val_tokens 1000", "max_tokens 9000"]
+def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
+    """Make a commit of five files the newest one on the hub; return the texts of each file."""
+    documents = [[commit, *random_texts(40, 400, seed=k)] for k in range(5)]
+    paths = [write_parquet(folder / f"{k}@{commit}.parquet", documents[k]) for k in range(5)]
+    monkeypatch.setattr(fineweb, "find_on_hub", lambda *_: [f"file://{path}" for path in paths])
+    return documents
 
 
-@pytest.mark.parametrize("option", [*CHANGES, pytest.param("tokenizer gpt2", marks=needs_data)])
-def test_changed_options_are_refused(option, tmp_path, capsys):
-    """The line names the option and the value."""
-    files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS), tmp_path / "out"
-    before = begin_or_build(2, files, out)
-    argv = ["--files", files, "--out", out, "--tokenizer", "bytes", *OPTIONS]
-    line = refuse(capsys, *argv, *f"--{option}".split())
-    assert all(word in line for word in option.split()) and "delete the folder" in line
-    assert read_folder(out) == before
+def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch):
+    """Where the hub cannot be reached, no run begins, and the line says what to do."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert re.search("HF_ENDPOINT.*--files", refuse(None, out)) and not out.exists()
+    publish("aaa", tmp_path, monkeypatch)
+    build(None, whole, *OPTIONS)
+    begin(1, None, out, *OPTIONS)
+    publish("bbb", tmp_path, monkeypatch)
+    assert read_folder(build(None, out, *OPTIONS)) == read_folder(whole)
 
 
-@pytest.mark.parametrize("chunks", [4, None])
-def test_a_damaged_shard_is_refused_at_the_next_start(chunks, tmp_path, capsys):
-    """One bit, a missing end, a missing file: the line names the shard, and nothing changes."""
-    files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS), tmp_path / "out"
-    data = begin_or_build(chunks, files, out)["train_000001.npy"]
-    for damaged in (data[:-1] + bytes([data[-1] ^ 1]), data[:-2], None):
-        (out / "train_000001.npy").unlink()
-        if damaged:
-            (out / "train_000001.npy").write_bytes(damaged)
-        before = read_folder(out)
-        argv = ["--files", files, "--out", out, "--tokenizer", "bytes", *OPTIONS]
-        assert "train_000001.npy" in refuse(capsys, *argv)
-        assert read_folder(out) == before
-
-
-def test_folders_of_others_are_refused(tmp_path, capsys):
-    """Shards without a meta.json, a meta.json of another version or with its end lost. All stay."""
-    files = write_jsonl(tmp_path / "docs.jsonl", TEXTS)
-    contents = [("x_train.npy", "shard"), ("meta.json", '{"version": 4}'), ("meta.json", '{"ver')]
-    for out, (name, content) in enumerate(contents):
-        (tmp_path / f"{out}").mkdir()
-        (tmp_path / f"{out}" / name).write_text(content)
-        argv = ["--files", files, "--out", tmp_path / f"{out}", "--tokenizer", "bytes"]
-        assert "meta.json" in refuse(capsys, *argv)
-        assert read_folder(tmp_path / f"{out}") == {name: content.encode()}
-
-
-def test_parts_in_any_order_hold_every_file_once(tmp_path, capsys):
+def test_parts_in_any_order_hold_every_file_of_a_commit_once(tmp_path, monkeypatch):
     """Part I has the files I, I + N, ...; part 1 has all validation; other parts are refused."""
-    documents = [random_texts(40, 400, seed=k) for k in range(5)]
-    for k, texts in enumerate(documents):
-        write_jsonl(tmp_path / f"{k}.jsonl", texts)
-    out = tmp_path / "out"
-    for part in (3, 1, 2):
-        build(tmp_path / "?.jsonl", out, *OPTIONS, "--part", f"{part}/3")
+    documents, out = publish("aaa", tmp_path, monkeypatch), tmp_path / "out"
+    find_on_hub = fineweb.find_on_hub
+
+    def find_slowly(*args):
+        """Let part 1 start and end while part 3 asks the hub, which takes seconds."""
+        monkeypatch.setattr(fineweb, "find_on_hub", find_on_hub)
+        build(None, out, *OPTIONS, "--part", "1/3")
+        return find_on_hub(*args)
+
+    monkeypatch.setattr(fineweb, "find_on_hub", find_slowly)
+    build(None, out, *OPTIONS, "--part", "3/3")
+    publish("bbb", tmp_path, monkeypatch)
+    build(None, out, *OPTIONS, "--part", "2/3")
     assert_whole(out)
-    assert not (out / "meta.json").exists()
     for part in (1, 2, 3):
         tokens = to_tokens([text for texts in documents[part - 1 :: 3] for text in texts])
         train, val = (read_split(out, f"{split}-00{part}-of-003_") for split in ("train", "val"))
         assert sorted(train + val) == sorted(tokens) and bool(val) == (part == 1)
         assert part == 1 or train == tokens
-        meta = read_meta(out, f"meta-00{part}-of-003.json")
-        assert meta["progress"]["done"] and meta["tokenizer"] == "bytes"
-    argv = ["--files", tmp_path / "?.jsonl", "--out", out, "--tokenizer", "bytes", *OPTIONS]
-    assert "parts 3" in refuse(capsys, *argv, "--part", "2/4")
-    assert "parts 3" in refuse(capsys, *argv)
-    write_jsonl(tmp_path / "5.jsonl", ["one more"])
-    assert "5.jsonl" in refuse(capsys, *argv, "--part", "2/3")
-    assert "found 6 files" in refuse(capsys, *argv, "--out", tmp_path / "more", "--part", "7/7")
-
-
-def test_a_part_may_start_while_another_writes_its_first_shard(tmp_path, monkeypatch):
-    """Here this happens while it lists the files, for which it asks the hub for seconds."""
-    files, list_files, argv = tmp_path / "?.jsonl", fineweb.list_files, [tmp_path / "out", "--part"]
-    [write_jsonl(tmp_path / f"{k}.jsonl", TEXTS) for k in range(2)]
-    others = [lambda: build(files, *argv, "2/2")]
-    list_slowly = lambda *args: ([others.pop()() for _ in others], list_files(*args))[1]  # noqa: E731
-    monkeypatch.setattr(fineweb, "list_files", list_slowly)
-    build(files, *argv, "1/2")
-    assert len(read_split(argv[0], "")) == 2 * len(to_tokens(TEXTS))
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A dataset of three files, kept in memory, at a commit that the test can change."""
-    state = {"commit": "aaa"}
-    find = lambda commit: [f"memory://docs@{commit}/{k}.parquet" for k in range(3)]  # noqa: E731
-    for commit in ("aaa", "bbb"):
-        for k, address in enumerate(find(commit)):
-            with fsspec.open(address, "wb") as file:
-                write_parquet(file, [commit + text for text in random_texts(30, 300, seed=k)])
-    monkeypatch.setattr(fineweb, "find_on_hub", lambda dataset, name: find(state["commit"]))
-    return state
-
-
-HUB = ["--dataset", "me/docs", "--tokenizer", "bytes", "--workers", "1"]
-HUB += [*map(str, OPTIONS), "--out"]
-
-
-def test_a_run_and_its_parts_read_the_commit_with_which_the_first_began(hub, tmp_path, capsys):
-    """A later commit is ignored. Parts copied together from folders of two commits are refused."""
-    whole, out, a, b = (tmp_path / name for name in ("whole", "out", "a", "b"))
-    fineweb.main([*HUB, str(whole)])
-    texts = ["aaa" + text for k in range(3) for text in random_texts(30, 300, seed=k)]
-    assert sorted(read_split(whole, "val") + read_split(whole, "train")) == sorted(to_tokens(texts))
-    begin(1, lambda: fineweb.main([*HUB, str(out)]))
-    fineweb.main([*HUB, str(a), "--part", "1/2"])
-    hub["commit"] = "bbb"
-    fineweb.main([*HUB, str(out)])
-    assert read_folder(out) == read_folder(whole)
-    fineweb.main([*HUB, str(a), "--part", "2/2"])
-    assert "@aaa" in str(read_meta(a, "meta-002-of-002.json")["files"])
-    fineweb.main([*HUB, str(b), "--part", "2/2"])
-    for path in b.iterdir():
-        path.replace(a / path.name)
-    assert "docs@aaa" in refuse(capsys, *HUB, a, "--part", "1/2")
+    assert "parts 3" in refuse(None, out, *OPTIONS, "--part", "2/4")
+    assert "parts 3" in refuse(None, out, *OPTIONS)
+    other = build(None, tmp_path / "other", *OPTIONS, "--part", "2/3")
+    for path in other.glob("*"):  # two commits in one folder
+        path.replace(out / path.name)
+    assert "@aaa" in refuse(None, out, *OPTIONS, "--part", "1/3")
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What fineweb.py asks of the Hugging Face hub. A subclass has files, {name: content}."""
+    """Answer what fineweb.py asks the Hugging Face hub. A subclass has files, {name: content}."""
 
-    reads = 0
+    reads = count(1)
 
     def do_GET(self):
         path, _, name = self.path.partition("?")[0].rpartition("/")
-        content, span = self.files.get(name, b""), self.headers["Range"]
-        if "/tree" in path:
-            sizes = [(name, len(content)) for name, content in self.files.items()]
-            listing = [{"type": "file", "oid": "e", "path": n, "size": size} for n, size in sizes]
+        content, number = self.files.get(name, b""), None
+        if span := self.headers["Range"]:
+            number = next(self.reads)
+            first, last = map(int, span.removeprefix("bytes=").split("-"))
+            content = content[first : last + 1]
+        elif "/tree" in path:
+            entry = {"type": "file", "oid": "e"}
+            listing = [entry | {"path": n, "size": len(c)} for n, c in self.files.items()]
             content = json.dumps(listing).encode()
         elif "/resolve/" not in path:
             content = b'{"id": "me/docs", "sha": "%s", "siblings": [], "tags": []}' % (b"a" * 40)
-        elif span:
-            type(self).reads += 1
-            first, last = map(int, span.removeprefix("bytes=").split("-"))
-            content = content[first : last + 1]
         self.send_response(200 if content else 404)
         headers = {"X-Repo-Commit": "a" * 40, "X-Error-Code": "EntryNotFound"}  # if it is an error
         for header in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(*header)
         self.end_headers()
-        if span and self.reads in (7, 15):
+        if number in (7, 15):
             content = content[:-1]  # and then the connection ends
-        elif span and self.reads == 25:
-            self.kill()
+        elif number in (25, 35):
+            self.stop()
         self.wfile.write(content * (self.command == "GET"))
 
     do_HEAD = do_GET
 
 
 @pytest.mark.slow
-def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_path):
-    """To the shards of the same files on the disk. A row group is one request of a worker."""
+def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_ctrl_c(tmp_path):
+    """The shards are those of the same files on the disk. A worker requests a whole row group."""
+
+    def stop(_) -> None:
+        if status == -signal.SIGINT:
+            os.killpg(process.pid, signal.SIGINT)  # all processes hear a Ctrl-C
+        else:
+            process.kill()
+
     for k in range(3):
         write_parquet(tmp_path / f"{k}.parquet", random_texts(200, 500, seed=k), rows=20)
     files = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.parquet"))}
-    hub = type("", (Hub,), {"files": files, "kill": lambda self: process.kill()})
+    hub = type("", (Hub,), {"files": files, "stop": stop})
     server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "no_proxy": "*"}
     env |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, ROOT / "fineweb.py", "--dataset", "me/docs", "--tokenizer", "bytes"]
     command += [*map(str, OPTIONS), "--workers", "2", "--out", tmp_path / "out"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     errors = ""
-    for status in (-signal.SIGKILL, 0):
-        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-        errors += process.communicate(timeout=60)[1]  # it is closed when all processes have ended
+    for status in (-signal.SIGKILL, -signal.SIGINT, 0):
+        process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+        lines, error = process.communicate(timeout=60)  # ends when all processes have ended
+        errors += error
         assert process.returncode == status, errors
+        assert_whole(tmp_path / "out")
     server.shutdown()
-    assert "peer closed connection" in errors and 32 <= hub.reads < 60
+    assert "the same command continues" in lines and "\nnext: python" in lines and not error
+    assert "peer closed connection" in errors and "KeyboardInterrupt" in errors
+    assert 50 < next(hub.reads) < 80
     whole = read_folder(build(tmp_path / "*.parquet", tmp_path / "whole", *OPTIONS))
     assert read_folder(tmp_path / "out") == whole | {"meta.json": ANY}
 
@@ -429,12 +334,11 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_p
 def test_small_corpus_golden(tmp_path, monkeypatch):
     """The bytes that the first version wrote, and the keys that the trainer reads."""
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
-    _, train, val = (hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(out.iterdir()))
-    assert (train[:16], val[:16]) == ("77f5cb94beabd2fd", "5c16acecc14da7cb")
+    assert_whole(out)
     meta = read_meta(out)
+    hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
+    assert hashes == {"train_000000.npy": "77f5cb94beabd2fd", "val_000000.npy": "5c16acecc14da7cb"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
-    assert set(meta["shards"]) == {"train_000000.npy", "val_000000.npy"}
-    assert meta["progress"]["done"] is True
     monkeypatch.setattr(fineweb, "write_file", None)
     monkeypatch.setattr(fineweb, "read_file", None)
     build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is read, nothing is written
@@ -460,17 +364,15 @@ def test_validation_first_and_then_training(data, tmp_path_factory):
         assert sum(len(np.load(path)) for path in out.glob(f"*_{k:06d}.npy")) == size
 
 
-def test_validation_is_dealt_by_documents(tmp_path, capsys):
+def test_validation_is_dealt_by_documents(tmp_path):
     """A document, or piece of a longer one, goes to val while that has not more than its share."""
-    texts = [letter * 15 for letter in "abcdefgh"] + ["i" * 39]
-    options = ["--val_share", 0.25, "--val_tokens", 44]
-    out = build(write_jsonl(tmp_path / "docs.jsonl", texts), tmp_path / "out", *options)
-    argv = ["--files", tmp_path / "docs.jsonl", "--out", tmp_path / "all", "--val_share", "1"]
-    assert "no tokens to train on" in refuse(capsys, *argv, "--tokenizer", "bytes")
+    files = write_jsonl(tmp_path / "docs.jsonl", [*(x * 15 for x in "abcdefgh"), "i" * 39])
+    out = build(files, tmp_path / "out", "--val_share", 0.25, "--val_tokens", 44)
     # All have 16 tokens. Val has 16 of 16, 32, 48, 64, which is its share: e; 32 of 128: i's first
     # piece, of which 12 tokens are left to val_tokens
     assert read_split(out, "val") == to_tokens(["a" * 15, "e" * 15, "i" * 11])
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
+    assert "no tokens to train on" in refuse(files, tmp_path / "all", "--val_share", 1)
 
 
 # -------------------- texts to tokens
@@ -478,36 +380,37 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
 
 @needs_data
 def test_the_tokenizers(monkeypatch):
-    """There are two. A token of "bytes" is a byte. uint16 holds no vocabulary beyond 65,536, and
-    a vocabulary that cannot be downloaded is a mistake that the user can put right."""
+    """There are two, whose tokens a uint16 holds. A million blanks are cut somewhere."""
     enc = fineweb.get_tokenizer("gpt2")
     assert enc is fineweb.get_tokenizer("gpt2") and (enc.n_vocab, enc.eot_token) == (50257, 50256)
+    tokens = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
+    blanks = enc.encode(" ") * (10**6 - 1)
+    assert tokens.tolist() == [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
     enc = fineweb.get_tokenizer("bytes")
     text = "".join(map(chr, range(0xD7FF))) + " 😀\n" * 70
     assert enc.encode_ordinary(text) == list(text.encode())
-    assert (enc.n_vocab, enc.eot_token) == (257, 256)
     with pytest.raises(fineweb.UserError, match="expected gpt2 or bytes"):
         fineweb.get_tokenizer("gpt3")
     monkeypatch.setattr(fineweb.tiktoken.Encoding, "n_vocab", 2**16 + 1)
     with pytest.raises(fineweb.UserError, match="65,537"):
         fineweb.get_tokenizer.__wrapped__("bytes")
-    monkeypatch.setattr(fineweb.tiktoken, "get_encoding", lambda name: {}[name])
+    monkeypatch.setattr(fineweb.tiktoken, "get_encoding", Mock(side_effect=OSError))
     with pytest.raises(fineweb.UserError, match="TIKTOKEN_CACHE_DIR"):
         fineweb.get_tokenizer.__wrapped__("gpt2")
 
 
-PIECES = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
+LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
+PIECES = st.one_of(LETTERS, st.just("<|endoftext|>"))  # which is characters in a text
 
 
 @needs_data
-@settings(exact, max_examples=150)
+@settings(exact, max_examples=100)
 @given(st.lists(PIECES, min_size=1, max_size=6), st.integers(70, 120))
 def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     """Texts are cut only where GPT-2's pattern begins a new piece, wherever the limit falls."""
     text = "".join(" word " + part for part in parts)
     enc = fineweb.get_tokenizer("gpt2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fineweb, "BATCH_SIZE", size)
+    with patch.object(fineweb, "BATCH_SIZE", size):
         pieces = list(fineweb.cut(text))
         tokens = fineweb.encode("gpt2", "file", lambda: ["", text, text])
         blocks = [batch() for batch in fineweb.read_txt(io.BytesIO(text.encode()))]
@@ -517,71 +420,38 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     assert tokens.tolist() == 2 * [enc.eot_token, *enc.encode_ordinary(text)]
 
 
-@needs_data
-def test_a_million_blanks_and_a_quoted_endoftext():
-    """Blanks without a place to cut are cut all the same; <|endoftext|> in a text is characters."""
-    enc = fineweb.get_tokenizer("gpt2")
-    blanks = enc.encode(" ") * (10**6 - 1)
-    texts = {"word" + " " * 10**6 + "word": [*enc.encode("word"), *blanks, *enc.encode(" word")]}
-    texts |= {text: enc.encode_ordinary(text) for text in ("", "a<|endoftext|>b", "<|endoftext|>")}
-    expected = [token for tokens in texts.values() for token in (50256, *tokens)]
-    assert fineweb.encode("gpt2", "file", lambda: ["", *texts]).tolist() == expected
-
-
-def test_two_processes_write_the_same_bytes_and_name_a_bad_line(tmp_path, capsys, monkeypatch):
-    """From batches in order; about four a worker are read ahead, and not the whole corpus."""
-    files = write_jsonl(tmp_path / "docs.jsonl", random_texts(400, 3000))
-    whole = build(files, tmp_path / "whole")
-    monkeypatch.setattr(fineweb, "BATCH_SIZE", 10_000)
-    assert read_folder(build(files, tmp_path / "two", "--workers", 2)) == read_folder(whole)
-    taken = []
-    batches = (taken.append(k) or ([0, k], "file", partial(list, [f"{k}"])) for k in range(40))
-    for (_, k), tokens in fineweb.tokenize(batches, "bytes", 2):
-        assert tokens.tolist() == list(str(k).encode()) and len(taken) <= k + 10
-    files.write_text(files.read_text() + '{"text": 5}\n')
-    argv = ["--files", files, "--out", tmp_path / "bad", "--tokenizer", "bytes", "--workers", 2]
-    assert "docs.jsonl: line 401: TypeError: expected string" in refuse(capsys, *argv)
-
-
 DIE_SENDING = """
 import multiprocessing.connection as c, os
 c.Connection._send = lambda self, data: os._exit(os.write(self.fileno(), bytes(data)[:5]))
 """
+FAILURES = [  # the last batch, which may kill its worker while that sends; what the line says
+    (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401: TypeError: exp"),
+    (partial(os._exit, 9), "fewer --workers"),
+    (partial(exec, DIE_SENDING, {}), "fewer --workers"),
+]
 
 
-@pytest.mark.parametrize("death", [partial(os._exit, 9), partial(exec, DIE_SENDING, {})])
-def test_a_worker_that_is_killed_ends_the_run(death):
-    """With a line that says what to do, also when the worker has sent a part of its tokens."""
-    batches = iter([([0, 0], "file", partial(list, ["text"])), ([0, 1], "file", death)])
-    with pytest.raises(fineweb.UserError, match="fewer --workers"):
-        list(fineweb.tokenize(batches, "bytes", 2))
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all_processes(tmp_path):
-    """With a status that is not 0. The next start ends the work, and says what to run next."""
-    files, out = write_jsonl(tmp_path / "x.jsonl", ["some words " * 2000] * 1500), tmp_path / "out"
-    command = [sys.executable, ROOT / "fineweb.py", "--files", files, "--out", out]
-    command += ["--tokenizer", "bytes", "--workers", "2", "--shard_size", "1000000"]
-    main = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while not (out / "meta.json").exists():
-        time.sleep(0.01)
-    os.killpg(main.pid, signal.SIGINT)  # all of them hear it
-    _, err = main.communicate(timeout=60)  # stderr is closed when all processes have ended
-    assert main.returncode == -signal.SIGINT and "KeyboardInterrupt" in err
-    assert_whole(out)
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and read_meta(out)["progress"]["done"]
-    lines = done.stdout.splitlines()
-    assert "the same command continues" in lines[0] and lines[-1].startswith("next: python")
+@pytest.mark.parametrize("failure, message", FAILURES)
+def test_two_processes_keep_the_order_until_one_fails(failure, message):
+    """While one of them works for long, the other one reads about eight batches ahead."""
+    texts = [f"{k}" for k in range(40)]
+    texts[10] *= 300_000
+    batches = [*(partial(list, [text]) for text in texts), failure]
+    unread = iter([([0, k], "x", batch) for k, batch in enumerate(batches)])
+    encoded = fineweb.tokenize(unread, "bytes", 2)
+    for k in range(30):
+        place, tokens = next(encoded)
+        assert place == [0, k] and tokens.tolist() == list(texts[k].encode())
+        assert length_hint(unread) >= 31 - k
+    with pytest.raises(fineweb.UserError, match=message):
+        list(encoded)
 
 
 # -------------------- sources
 
 
-def test_every_format_gives_the_same_shards(tmp_path, capsys, monkeypatch):
-    """.jsonl, .gz, .xz, .zst and .parquet are wrappings: the documents are the same. A row group is
-    a batch unless it is large."""
+def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
+    """Files differ in how they pack the same documents. A row group is a batch if it is small."""
     texts = ["", "line\r\nend", "\u2028 \x85 <|endoftext|>", *random_texts(600, 50)]
     data = write_jsonl(tmp_path / "docs.jsonl", texts).read_bytes()
     (tmp_path / "docs.jsonl.gz").write_bytes(gzip.compress(data))
@@ -598,64 +468,29 @@ def test_every_format_gives_the_same_shards(tmp_path, capsys, monkeypatch):
         out = build(path, tmp_path / path.name.replace(".", "_"), *options)
         assert read_split(out, "val") == to_tokens(texts)[:7000], path.name
         assert read_split(out, "train") == to_tokens(texts)[7000:], path.name
-    argv = ["--files", tmp_path / "*.parquet", "--out", tmp_path / "x", "--tokenizer", "bytes"]
-    assert 'KeyError: \'Field "body"' in refuse(capsys, *argv, "--text_key", "body")
-    assert "expected a text, found <class 'int'>" in refuse(capsys, *argv, "--text_key", "id")
+    files, out = tmp_path / "*.parquet", tmp_path / "out"
+    assert 'KeyError: \'Field "body"' in refuse(files, out, "--text_key", "body")
+    assert "expected a text, found <class 'int'>" in refuse(files, out, "--text_key", "id")
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-def test_a_txt_file_is_one_document(suffix, tmp_path):
-    """Larger than a batch or empty, its line ends kept, a byte order mark skipped."""
-    pack = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress}[suffix]
-    texts = ["one\r\ntwo\rthree\n", "é word\n" * 200_000, ""]
-    for name, text in zip("abc", texts, strict=True):
-        (tmp_path / f"{name}.txt{suffix}").write_bytes(pack(b"\xef\xbb\xbf" + text.encode()))
-    out = build(tmp_path / "*.txt*", tmp_path / "out", "--val_share", 1, "--val_tokens", 5)
-    assert read_split(out, "val") + read_split(out, "train") == to_tokens(texts)
-
-
-def test_files_are_read_in_the_order_of_their_names(tmp_path):
-    """Whatever the order in which the command line gives them, and in which globs find them."""
-    a, b = (write_jsonl(tmp_path / f"{name}.jsonl", [name] * 9) for name in "ab")
-    fineweb.main(["--files", str(b), str(a), "--out", str(tmp_path / "x"), "--tokenizer", "bytes"])
-    assert read_folder(tmp_path / "x") == read_folder(build(tmp_path / "*.jsonl", tmp_path / "y"))
-    assert read_split(tmp_path / "x", "train")[1] == ord("a")
-
-
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
-    """JSON may hold one, UTF-8 cannot; a whole pair is a character."""
-    files = write_jsonl(tmp_path / "docs.jsonl", ["\ud800", "a\udfffb\ud83d", "😀", "한\ud7ff"])
-    (tmp_path / "link.jsonl").symlink_to(files)  # one file by two names is read once
-    out = build(tmp_path / "*.jsonl", tmp_path / "out", "--val_share", 0)
-    assert read_split(out, "train") == to_tokens(["\ufffd", "a\ufffdb\ufffd", "😀", "한\ud7ff"])
-
-
-BAD = {
-    "a.jsonl": (b'{"text": "a"}\n\n{"text": 5}\n', "line 3: TypeError: expected string"),
-    "b.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', "line 2: KeyError: 'text'"),
-    "d.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: UnicodeDecodeError"),
-    "e.txt": (b"one\n" * 200_000 + b"tw\xffo\nthree\n", "from line 131074 on: UnicodeDecodeError"),
-    "f.txt.gz": (gzip.compress(b"text " * 9999)[:-20], "EOFError"),
-    "g.jsonl.xz": (lzma.compress(b'{"text": "a"}\n' * 9999)[:-20], "EOFError"),
-    "h.parquet": (b"PAR1", "ArrowInvalid"),
-    "i.csv": (b"text\n", "expected .jsonl, .txt"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_data_is_one_line_that_names_the_place(name, tmp_path, capsys):
-    """File, line and what is wrong there; no shard is written."""
-    content, message = BAD[name]
-    (tmp_path / name).write_bytes(content)
-    out = tmp_path / "out"
-    line = refuse(capsys, "--files", tmp_path / name, "--out", out, "--tokenizer", "bytes")
-    assert name in line and message in line, line
-    assert not out.exists()
+def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path):
+    """A .txt file is one document, of several batches or empty: its line ends stay, a byte order
+    mark does not. In JSON, half a surrogate pair becomes U+FFFD. A file may have two names."""
+    a, b, c, link = (tmp_path / name for name in ("a.jsonl", "b.txt.gz", "c.txt.xz", "0.jsonl"))
+    write_jsonl(a, ["a\udfffb\ud83d", "😀", "한\ud7ff"])
+    text = "one\r\ntwo\rthree\n" + "é word\n" * 90_000
+    b.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
+    c.write_bytes(lzma.compress(b"\xef\xbb\xbf"))
+    link.symlink_to(a)
+    x = build(None, tmp_path / "x", "--files", c, b, link, a, "--val_share", 0)
+    assert read_split(x, "train") == to_tokens(["a\ufffdb\ufffd", "😀", "한\ud7ff", text, ""])
+    y = build(tmp_path / "*.*", tmp_path / "y", "--val_share", 0)
+    assert read_folder(x) == read_folder(y)
 
 
 @pytest.mark.slow
 def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path):
-    """The quickstart's data: about 2 MB, no long paragraph in both splits."""
+    """The quickstart's data has about 2 MB, and no long paragraph in both splits."""
     fineweb.main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
     tokens = [read_split(tmp_path / "out", split) for split in ("val", "train")]
     val, train = ("".join(chr(token) for token in split).split("\u0100") for split in tokens)
@@ -667,29 +502,41 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path):
 
 # -------------------- the command line
 
-BAD_OPTIONS = ["--out", "--files nowhere.jsonl", "--dataset pydocs", "--part 0/3", "--part 4/3"]
-BAD_OPTIONS += ["--workers 0", "--shard_size 0", "--max_tokens many", "--tokenizer gpt4"]
-BAD_OPTIONS += ["--out docs.jsonl"]
+GOOD = b'{"text": "a"}\n'
+WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "
+WRONG += "--workers 0; --shard_size 0; --max_tokens many; --tokenizer gpt4"
+MISTAKES = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
+MISTAKES += [  # the name and content of a file, options, what the line says
+    ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
+    ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: TypeError: expected string"),
+    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", "line 2: KeyError: 'text'"),
+    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: UnicodeDecodeError"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "from line 131074 on: UnicodeDecodeError"),
+    ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
+    ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
+    ("a.parquet", b"PAR1", "", "ArrowInvalid"),
+    ("a.csv", b"text\n", "", "expected .jsonl, .txt"),
+]
 
 
-@pytest.mark.parametrize("words", [*BAD_OPTIONS, ""])
-def test_mistakes_are_one_line_and_status_2(words, tmp_path, capsys, monkeypatch):
-    """No folder is left behind. The last one has no network."""
+@pytest.mark.parametrize("name, content, options, message", MISTAKES)
+def test_mistakes_are_one_line_and_status_2(name, content, options, message, tmp_path, monkeypatch):
+    """The line names the option, or the file and what is wrong where. No folder is left behind."""
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "docs.jsonl", TEXTS)
-    argv = ["--tokenizer", "bytes", "--out", "out"] + ["--files", "docs.jsonl"] * (words != "")
-    line = refuse(capsys, *argv, *words.split())
-    assert words or ("HF_ENDPOINT" in line and "--files" in line)
-    assert [path.name for path in tmp_path.iterdir()] == ["docs.jsonl"]
+    Path(name).write_bytes(content)
+    line = refuse(name, "out", *options.split())
+    assert message in line and (options or name in line), line
+    assert os.listdir() == [name]
 
 
 def test_what_to_run_next_suits_the_amount():
     """Four epochs of a small corpus, by a model that a GPU trains."""
     small = "--log_dir log/m --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
-    flags = {("bytes", 10**6): ' --log_dir log/m --quickstart --prompt "The "'}
-    flags |= {("gpt2", 10**6): f" {small}", ("gpt2", 10**9): ""}
-    for (tokenizer, train), expected in flags.items():
+    quickstart = '--log_dir log/m --quickstart --prompt "The "'
+    rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**9, "")]
+    for tokenizer, train, expected in rows:
         args = fineweb.parse_args(["--files", "x", "--out", "d/m", "--tokenizer", tokenizer])
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
         assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")
         assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
+    assert args.workers == os.cpu_count()
