@@ -119,8 +119,11 @@ def test_hellaswag_is_left_out_on_a_cpu_unless_it_is_asked_for(monkeypatch, give
 
 
 def test_defaults_follow_the_model_and_the_optimizer():
-    """GPT-3's rate for the size, its context, llm.c's name for it, Muon's recipe. --quickstart is
-    a set of flags that replaces its own earlier run, and no other."""
+    """GPT-3's rate for the size, its context, Muon's recipe, a warmup of a third of a short run.
+    --quickstart is a set of flags that replaces its own earlier run, and no other."""
+    for optimizer, n, warmup in (("adamw", 50, 16), ("adamw", 19073, 715), ("muon", 350, 60)):
+        assert defaults(optimizer=optimizer, max_steps=n).warmup_steps == warmup
+    assert defaults(warmup_steps=0).warmup_steps == 0, "0 is a value"
     args = defaults(model="d24")
     assert (args.model, args.max_lr, args.seq_len, args.schedule) == ("d24", 3e-4, 1024, "cosine")
     assert defaults(model="gpt3:c768").seq_len == 2048

@@ -94,12 +94,11 @@ def test_names_and_shapes_are_those_of_transformers():
 
 def test_the_table_of_sizes_is_that_of_the_papers():
     """The numbers of parameters are those that the papers give, and rates fall with the size."""
-    millions = {"d12": 124.4, "d24": 354.8, "d36": 774, "d48": 1557.6, "gpt3:c1024": 356}
-    millions["gpt3:c2048"] = 1315
-    for size, (n_layer, n_head, n_embd, block_size, _) in SIZES.items():
+    millions = {"d12": 124.4, "d24": 354.8, "d36": 774, "d48": 1557.6, "gpt3:c2048": 1315}
+    for size, number in millions.items():
+        n_layer, n_head, n_embd, block_size, _ = SIZES[size]
         count = n_layer * (12 * n_embd**2 + 13 * n_embd) + (50257 + block_size + 2) * n_embd
-        assert count / 1e6 == pytest.approx(millions.get(size, count / 1e6), rel=2e-3), size
-        assert n_embd % n_head == 0
+        assert count / 1e6 == pytest.approx(number, rel=2e-3) and n_embd % n_head == 0, size
     for family in ("d", "gpt3"):
         rates = [values[-1] for size, values in SIZES.items() if size.startswith(family)]
         assert rates == sorted(rates, reverse=True) and rates[0] == 6e-4
@@ -107,7 +106,6 @@ def test_the_table_of_sizes_is_that_of_the_papers():
 
 def test_initial_weights_have_gpt_2s_deviations():
     """0.02, divided by sqrt(2 n_layer) for what adds to the residual stream; biases and padding 0."""
-    torch.manual_seed(0)
     model = GPT(GPTConfig(8, 2, 128, 256, 300))
     stds = {"wte": 0.02, "wpe": 0.02, "c_attn": 0.02, "c_fc": 0.02, "c_proj": 0.02 / 4}
     for name, p in model.named_parameters():
@@ -144,22 +142,8 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert (variant["gate"] == 1).all() and variant["other_head.weight"].std() < 0.03
     deeper = GPT(GPTConfig(3, 2, 32, 16, *BYTES)).state_dict()
     assert [n for n in ours if not torch.equal(ours[n], deeper[n]) and "c_proj" not in n] == []
-    other = GPT(SMALL, seed=7).state_dict()
-    matrices = [
-        m[n][:16] for m in (ours, other) for n in m if n.endswith(("wpe.weight", "c_fc.weight"))
-    ]
-    for i, a in enumerate(matrices):
-        assert not any(torch.equal(a, b) for b in matrices[:i])
-
-
-def test_a_token_sees_itself_and_what_precedes_it():
-    """A change of token 7 changes the logits from there on, and none before."""
-    model = randomize(GPT(SMALL))
-    a = random_tokens(1, 16)
-    b = a.clone()
-    b[0, 7] += 1
-    change = (model(a) - model(b)).abs().amax(dim=2)[0]  # (T,)
-    assert change[:7].max() < 1e-5 and change[7:].min() > 1e-3
+    matrices = [m[n] for m in (ours, GPT(SMALL, seed=7).state_dict()) for n in m if "c_fc.w" in n]
+    assert len({p[0, 0].item() for p in matrices}) == 4
 
 
 def test_recompute_changes_no_gradient():
