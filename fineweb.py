@@ -7,8 +7,7 @@ python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 slic
 
 A shard is a 1-D array of uint16 tokens. Each document in it is its <|endoftext|> token followed by
 the tokens of its text. A run may be killed at any moment: the same command continues it, and the
-shards are byte for byte those of an unbroken run. "From tokens to shards", below, says how.
-"""
+shards are byte for byte those of an unbroken run. "From tokens to shards", below, says how."""
 
 import argparse
 import ast
@@ -529,7 +528,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--val_share", type=float, help="of the tokens (default 0.1; FineWeb: 1, they come first)")
     add("--max_tokens", type=int, help="stop after this many, with --part in each part")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="processes that tokenize (default: as many as cores)")
+    add("--workers", type=int, help="processes (default: as many as cores, hub: half as many more)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     if not args.files:
@@ -546,7 +545,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
     if args.workers is None:
-        args.workers = {"pydocs": 1}.get(args.dataset, os.cpu_count())
+        cores = os.cpu_count()  # while a worker waits for the hub, another one can use its core
+        args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
     smallest = min(args.shard_size, args.workers, args.max_tokens or 1)
     require(smallest > 0, "--shard_size, --workers and --max_tokens are at least 1")
     if args.val_share is None:

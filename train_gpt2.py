@@ -970,8 +970,8 @@ def train(args, run, state, loaders) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
-    "total_batch_size": 768, "max_steps": 1400, "optimizer": "muon", "val_every": 350,
-    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 700, "prompt": "Return ",
+    "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "val_every": 250,
+    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 # optimizer: (max_lr as a multiple of GPT-3's, most steps of warmup, other defaults). 715 steps of

@@ -7,7 +7,7 @@ What each mechanism of train_gpt2.py buys: take it away, and measure what is los
     python tests/benchmarks/price.py --table               measure nothing, write the table again
 
 Speed and memory are those of GPT-2 124M on a GPU, at 65,536 tokens a step, of random tokens as frequent as
-words. The loss is the quickstart's on a CPU, 1,400 steps, for three seeds. Results are added to
+words. The loss is the quickstart's on a CPU, all its steps, for three seeds. Results are added to
 price.jsonl, and the table in README.md beside it is written from those of the last version of the script,
 row by row.
 """
