@@ -86,9 +86,9 @@ def break_losses(monkeypatch, change) -> None:
 
 
 def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
-    """Make a tiny run in processes of its own, and return status, stdout and stderr. If one of them
-    fails, the others are ended, as torchrun does it. `patch` is Python code that each runs before
-    it starts to train: it sees train_gpt2, torch, os, signal and `rank`, and can break anything."""
+    """Make a tiny run in processes of its own, and return status, stdout and stderr. If one fails,
+    the others are ended, as torchrun does it. `patch` is Python code that each runs before it starts:
+    it sees train_gpt2, torch, os, signal and `rank`, and can break anything."""
     flags = [str(flag) for flag in [*FLAGS, *flags]]
     store, group = host(), {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

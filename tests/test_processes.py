@@ -26,8 +26,7 @@ def assert_close(one: dict, two: dict, tolerance=1e-5) -> None:
 
 
 def shapes(log_dir, step: int) -> dict:
-    """Return the dtype and the shape of every tensor of a checkpoint, and all its other contents but
-    for the flags, in order."""
+    """Return all that a checkpoint holds but the flags, of tensors dtype and shape only."""
     found = leaves(load(log_dir, step) | {"args": None})
     return {name: x[:2] if isinstance(x, tuple) else x for name, x in found.items()}
 
