@@ -810,7 +810,7 @@ def restore_state(state, saved: dict):
 
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
-    missing = model.state_dict().keys() - weights.keys()  # dcp would not ask for these
+    missing = model.state_dict().keys() - weights.keys()  # dcp would leave these unset
     require(not missing, f"these weights are another model's: they lack {missing}")
     with reading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
