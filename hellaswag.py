@@ -25,7 +25,6 @@ import re
 import sys
 import urllib.request
 from dataclasses import dataclass
-from functools import lru_cache
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
@@ -154,7 +153,6 @@ class Score:
         return text
 
 
-@lru_cache  # this takes seconds; an evaluation finds what the one before it has made
 def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) -> Examples:
     """Return the first examples of a .jsonl file, or all. Of a row longer than block_size, the end
     is kept. An example is valid if it renders; the first one that does not is named."""

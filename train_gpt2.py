@@ -603,8 +603,8 @@ def is_due(step, every, args) -> bool:
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
-def evaluate(model, step, loader, log, run):
-    """Validate, score HellaSwag and print samples, whichever are due."""
+def evaluate(model, step, loader, examples, log, run):
+    """Validate, score HellaSwag's examples and print samples, whichever are due."""
     args = log.args
     model.eval()
     if is_due(step, args.val_every, args):
@@ -613,8 +613,6 @@ def evaluate(model, step, loader, log, run):
     if is_due(step, run.hellaswag_every, args):
         import hellaswag
 
-        tokenizer = get_tokenizer(model.config.tokenizer)
-        examples = hellaswag.load(hellaswag.fetch(), tokenizer, args.seq_len)  # no longer than T
         with run.eager():
             score = hellaswag.score(model, examples, run.device, run.rank, run.world_size)
         hella = f"{score.acc_norm / score.n:.4f}"  # as build-nanogpt counts it
@@ -893,7 +891,7 @@ def update_weights(optimizers, lr: float, skip: Tensor):
             optimizer.step()
 
 
-def train(args, run, state, train_loader, val_loader) -> int:
+def train(args, run, state, train_loader, val_loader, examples) -> int:
     """Train, and return the exit status: 0, or 128 plus the number of a signal."""
     model = state.model  # what the training loop calls
     if run.world_size > 1 and args.zero == 0:
@@ -915,7 +913,7 @@ def train(args, run, state, train_loader, val_loader) -> int:
         if log.must_stop or any(is_due(step, every, args) for every in intervals):
             log.flush()  # which may set must_stop
             if not log.must_stop or step == args.max_steps:
-                evaluate(state.model, step, val_loader, log, run)
+                evaluate(state.model, step, val_loader, examples, log, run)
             if step > start and (log.must_stop or is_due(step, args.save_every, args)):
                 save_checkpoint(state, train_loader.lengths, args, run)
             log.begin = log.mark()  # the next step begins only now
@@ -1187,8 +1185,8 @@ def choose_batch_size(config, args, run) -> int:
     return math.ceil(share / math.ceil(share / most))
 
 
-def prepare(args, source, run) -> tuple[State, list]:
-    """Do all that can fail before the first step. Return the state, and two loaders or None."""
+def prepare(args, source, run) -> tuple:
+    """Do all that can fail before the first step. Return what `train` takes after args and run."""
     if run.rank > 0:
         run.gather()  # the first process downloads what the others will find
     if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
@@ -1198,26 +1196,29 @@ def prepare(args, source, run) -> tuple[State, list]:
     config = make_config(args, source)
     if args.sample_every > 0 or run.hellaswag_every > 0:
         get_tokenizer(config.tokenizer)
+    train_loader = val_loader = examples = None  # what is not needed
     if run.hellaswag_every > 0:
         import hellaswag
 
-        hellaswag.fetch()
+        path = hellaswag.fetch()
+        with reading(path):  # positions beyond T are not trained
+            examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
     if run.rank == 0:
         run.gather()
     B = choose_batch_size(config, args, run)
-    loaders = [None, None]
     if args.max_steps > 0:
-        loaders[0] = DataLoaderLite("train", B, config, args, run)
-        next(loaders[0].batches(range(1)))  # is the data readable?
+        train_loader = DataLoaderLite("train", B, config, args, run)
+        next(train_loader.batches(range(1)))  # is the data readable?
     if args.val_every > 0:
-        loaders[1] = DataLoaderLite("val", B, config, args, run)
+        val_loader = DataLoaderLite("val", B, config, args, run)
     if args.resume:
-        require(loaders[0].lengths == source["data"], f"--resume: {args.data_dir} has other shards")
+        found = f"--resume: {args.data_dir} has other shards"
+        require(train_loader.lengths == source["data"], found)
     steps = run.gather(source["step"] if args.resume else 0)  # each machine may have its own disk
     require(len(set(steps)) == 1, f"the processes have found checkpoints of the steps {steps}")
     state = make_state(config, source, args, run)
     run.gather()  # all wait: where one has failed, none goes on
-    return state, loaders
+    return state, train_loader, val_loader, examples
 
 
 def catch_signals(received: list):
@@ -1240,9 +1241,9 @@ def main(argv=None):
             export_hf(GPT.from_pretrained(args.init_from), args.export_hf)
             sys.exit(0)
         run = setup_run(args)
-        state, loaders = prepare(args, source, run)
+        prepared = prepare(args, source, run)
         del source  # a checkpoint is mapped, and takes up its disk until nobody uses it
-        status = train(args, run, state, *loaders)
+        status = train(args, run, *prepared)
         if run.world_size > 1:
             dist.destroy_process_group()
     except (UserError, ConnectionError) as error:

@@ -224,8 +224,8 @@ def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, conte
     assert not (tmp_path / "log").exists()
 
 
-@pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
-def test_what_cannot_be_downloaded_deletes_nothing(old, shards, monkeypatch, capsys, what):
+@pytest.mark.parametrize("what", ["HellaSwag", "hella.jsonl", "tokenizer", "transformers"])
+def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypatch, capsys, what):
     """A run with --overwrite on a machine without network leaves the old one as it is."""
     import hellaswag
 
@@ -234,9 +234,11 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, shards, monkeypatch, cap
 
     before = contents(old)
     flags = ["--data_dir", shards, "--log_dir", old, "--overwrite", "--max_steps", 4]
-    if what == "HellaSwag":
+    (shards / "hella.jsonl").write_text("{}")
+    if what.lower().startswith("hella"):
         flags += ["--hellaswag_every", 4]
-        monkeypatch.setattr(hellaswag, "fetch", fail)
+        fetch = fail if what == "HellaSwag" else lambda: shards / what
+        monkeypatch.setattr(hellaswag, "fetch", fetch)
     elif what == "tokenizer":
         flags += ["--sample_every", 4]
         train_gpt2.get_tokenizer.cache_clear()
