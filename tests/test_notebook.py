@@ -9,10 +9,21 @@ import pytest
 from conftest import ROOT
 from nbclient import NotebookClient
 
+import train_gpt2
+
 NOTEBOOK = nbformat.read(ROOT / "play.ipynb", 4)
 CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
-SOURCE = "\n".join(cell.source for cell in CODE)
-EXPERIMENTS = ast.literal_eval(re.search(r"(?ms)^EXPERIMENTS = (.*?^})", SOURCE)[1])
+
+
+def run_cell(text):
+    """Execute the only cell that has this text, and return its variables."""
+    variables = {}
+    (cell,) = [cell for cell in CODE if text in cell.source]
+    exec(cell.source, variables)
+    return variables
+
+
+EXPERIMENTS = run_cell("EXPERIMENTS = {")["EXPERIMENTS"]
 
 
 def images(cell):
@@ -26,17 +37,34 @@ def printed(cell):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_changes_one_to_three_lines_of_the_script(name):
+def test_an_experiment_sets_flags_or_changes_one_to_three_lines_of_the_script(name):
     """The notebook finds each line of train_gpt2.py that it changes, and the result compiles."""
     script = changed = (ROOT / "train_gpt2.py").read_text()
-    for old, new in EXPERIMENTS[name]:
+    flags, changes = EXPERIMENTS[name]
+    train_gpt2.parse_flags(flags.split())  # exits if the script does not have them
+    for old, new in changes:
         assert script.count(old) == 1, old
         assert changed.count(old) == 1, "one change undoes what another looks for"
         changed = changed.replace(old, new)
     compile(changed, "train_gpt2.py", "exec")
     lines = list(zip(script.splitlines(), changed.splitlines(), strict=True))
     assert sum(old != new for old, new in lines) <= 3
-    assert name == "unchanged" or script != changed
+    assert name == "unchanged" or script != changed or flags
+
+
+def test_the_first_cell_draws_a_run_that_goes_on(tmp_path, monkeypatch):
+    """A last line that is half written is left out, and so is a stream that has no value yet."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    log = tmp_path / "log/mine/log.txt"
+    log.parent.mkdir(parents=True)
+    records = "0 total_batch_size 768\n0 vocab_size 257\n0 val 5.5\n0 train 5.6\n1 train 5.4\n1 tr"
+    log.write_text(records)
+    cell = run_cell("def read_stream")  # which draws
+    assert cell["read_stream"](log, "train").tolist() == [[0, 1], [5.6, 5.4]]
+    (figure,) = map(cell["plt"].figure, cell["plt"].get_fignums())
+    assert len(figure.axes) == 1  # nothing of HellaSwag
+    cell["plt"].close(figure)
 
 
 def test_stored_outputs_are_whole_and_show_every_experiment():
@@ -44,16 +72,20 @@ def test_stored_outputs_are_whole_and_show_every_experiment():
     shown = {}
     for cell in CODE:
         assert not [output for output in cell.outputs if output.output_type == "error"]
-        assert ("plt.subplots" in cell.source) == bool(images(cell)) or "show(" in cell.source
+        draws = re.search(r"(?m)^(show\(|draw\(|figure, )", cell.source)
+        assert bool(draws) == bool(images(cell))
         assert not re.search(r"/(work|home|tmp|Users)/", printed(cell))
-        for call in re.findall(r"^show\((.*)\)", cell.source, re.M):
-            shown |= dict.fromkeys(ast.literal_eval(f"[{call}]"), cell)
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("show", "describe"):
+                names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                shown |= dict.fromkeys(names, cell)
     assert shown.keys() == EXPERIMENTS.keys()
     for name, cell in shown.items():
         assert len(images(cell)) == 1
         assert f"{name}: val loss " in printed(cell)
-        for _, new in EXPERIMENTS[name]:
-            assert new in printed(cell), "the stored output is of an older version"
+        flags, changes = EXPERIMENTS[name]
+        for text in (flags, *dict(changes).values()):
+            assert text in printed(cell), "the stored output is of an older version"
 
 
 @pytest.mark.slow
