@@ -146,8 +146,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2. Its parameters have the names that Hugging Face's GPT-2 gives them. Its matrices have
-    the layout of nn.Linear, (out, in), where Hugging Face stores (in, out)."""
+    """GPT-2, without dropout. Parameters have the names that Hugging Face's GPT-2 gives them. Its
+    matrices have the layout of nn.Linear, (out, in), where Hugging Face stores (in, out)."""
 
     def __init__(self, config, recompute=False, residual_dtype=torch.float32, seed=1337):
         super().__init__()
@@ -259,8 +259,8 @@ class GPT(nn.Module):
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
-            # All layers write into one residual stream, where updates and rounding errors add up.
-            # With a smaller rate for these and for vectors, the losses of equal runs differ less
+            # Projections write into one residual stream, where updates and rounding errors add up.
+            # With a smaller rate for them and for vectors, repeated runs end closer together
             share = {"lr_share": 1 / self.config.n_layer}
             small = {"params": vectors, "weight_decay": 0.0} | share
             groups = [group for group in (decay, no_decay, small) if group["params"]]
@@ -330,7 +330,7 @@ def require(condition: bool, message: str):
 
 @contextmanager
 def reading(what):
-    """Raise UserError naming the file, or what else it is, if it cannot be loaded."""
+    """Raise UserError, which names `what`, a path or a description, if it cannot be loaded."""
     try:
         yield
     except (OSError, EOFError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
@@ -376,9 +376,9 @@ def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class DataLoaderLite:
-    """Serve a process its batches of (B, T) tokens. A shard is cut into windows of T inputs and one
-    more token, the last target; what is left at its end is not used. Documents in a window see each
-    other, as in GPT-3. With a seed, each epoch shows the windows of all shards in a new order."""
+    """Serve a process its batches of (B, T) tokens. A window is T inputs and the token after
+    them, the last target, which also begins the next window. Documents in a window see each other,
+    as in GPT-3. The seed alone decides the order, which is new in each epoch, of all windows."""
 
     def __init__(self, split: str, B: int, config, args, run):
         self.B = B
@@ -524,7 +524,7 @@ def shard_as(p: Tensor, value: Tensor) -> Tensor:
 
 def setup_run(args) -> Run:
     """Choose device and precision, and connect to the other processes if torchrun started some."""
-    rank = int(os.environ.get("RANK", 0))  # torchrun sets it, and counts those of all machines
+    rank = int(os.environ.get("RANK", 0))  # torchrun sets it, counting over all machines
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     found = f"--device {args.device}: this machine has {best.type}"
@@ -532,7 +532,7 @@ def setup_run(args) -> Run:
     device = best if args.device == "auto" else torch.device(args.device)
     device_name = device.type  # "cuda" is an NVIDIA or AMD GPU, "mps" Apple's
     capability = (0, 0)
-    if device.type == "cuda":  # torchrun numbers the processes of a machine
+    if device.type == "cuda":  # LOCAL_RANK counts on this machine alone
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         device_name = torch.cuda.get_device_name(device)
@@ -560,7 +560,7 @@ def setup_run(args) -> Run:
     compile = args.compile
     if compile is None:
         compile = capability >= (7, 0) and triton is not None
-    # HellaSwag takes half an hour on a CPU. Somebody may have copied this script alone
+    # HellaSwag takes half an hour on a CPU, and needs hellaswag.py beside this script
     hellaswag_every = args.hellaswag_every
     if hellaswag_every is None:
         can_score = device.type == "cuda" and Path(__file__).with_name("hellaswag.py").exists()
@@ -599,7 +599,7 @@ def print_samples(model, args, run):
 
 
 def is_due(step, every, args) -> bool:
-    """Return whether what is done every so many steps (0: never), and at the end, is due."""
+    """Return whether a task is due that is done each `every` steps (0: never) and at the end."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
@@ -625,7 +625,7 @@ def evaluate(model, step, loader, examples, log, run):
 
 # ---- the log, and how much of the GPU's peak speed is used --------------------------------------
 
-# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key in the GPU's name counts
+# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key that the name has counts
 PEAK_TFLOPS = {
     "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "A100": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "V100": 125, "T4": 65,
@@ -698,7 +698,7 @@ class Log:
 
     def update(self, step: int, lr: float, results: Tensor):
         """Take a step's results, (4,) float32: loss, gradient norm, and flags to stop and skip."""
-        # A GPU goes on meanwhile: if it waited for Python, 2 ms a step would be lost
+        # They are read a step late. A GPU that waited for Python would lose 2 ms a step
         results = results.to("cpu", non_blocking=self.is_async)
         end = self.mark()
         self.flush()  # the step before
@@ -740,7 +740,7 @@ class Log:
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on a CPU, not copies
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # no copies on a CPU
 
 
 @contextmanager
@@ -765,8 +765,8 @@ class State:
 
 
 def save_checkpoint(state, data: dict, args, run):
-    """Write the state to log_dir, and delete the checkpoints that --keep does not keep. The file
-    does not depend on the number of GPUs, on --zero or on compilation."""
+    """Write the state to log_dir, and delete the checkpoints that --keep does not keep. The tensors
+    in it are the same for any number of GPUs, with or without --zero and compilation."""
     # Every process takes part in gathering the tensors; only the first one gets them
     weights = dcp.get_model_state_dict(state.model, options=FULL)
     moments = dcp.get_optimizer_state_dict(state.model, state.optimizers, options=FULL)
@@ -800,7 +800,7 @@ def restore_state(state, saved: dict):
         # The code and the flags decide these, for example betas and weight_decay
         old |= {name: value for name, value in group.items() if name != "params"}
     dcp.set_optimizer_state_dict(state.model, state.optimizers, moments, options=FULL)
-    # On a CPU, they are the tensors of the mapped file, which must give back its disk: copy them
+    # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
             kept |= {name: x.clone() for name, x in kept.items() if torch.is_tensor(x)}
@@ -846,7 +846,7 @@ def make_state(config, source, args, run) -> State:
     # memory bandwidth, and this saves 4% of the time at equal loss. float16 could overflow
     residual_dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
     torch.manual_seed(args.seed)  # for what a fork draws in a constructor
-    # On the CPU, memory that nobody has written to takes no space, however large the model is
+    # Made on the CPU and not yet written to, weights take no memory, however large the model is
     model = GPT(config, args.recompute, residual_dtype, seed=None)
     if args.zero > 0 and run.world_size > 1:
         # Split parameters, gradients and optimizer states over the processes (FSDP2). A block's
@@ -906,7 +906,7 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
         print0(f"{args.max_steps} steps, {epochs:.2f} epochs, {run.dtype}, B {train_loader.B}")
         catch_signals(signals)
 
-    # Each iteration first evaluates the model after `step` updates; the last one does only that
+    # First evaluate and save the model after `step` updates, if due. The last iteration ends there
     intervals = (args.val_every, run.hellaswag_every, args.sample_every, args.save_every)
     start = state.step  # 0, or that of the checkpoint
     for step in range(start, args.max_steps + 1):
@@ -926,7 +926,7 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
             optimizer.zero_grad()
         windows = get_windows(step, args)
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * run.world_size))
-        # DDP and FSDP average over the processes. The sum of all losses times this is their mean
+        # DDP and FSDP average over the processes, which makes this the mean over all tokens
         scale = run.world_size / (len(windows) * args.seq_len)
         loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: Python never waits for it
         for micro_step, (x, y) in enumerate(train_loader.batches(windows)):  # (B, T) each
@@ -946,7 +946,7 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
         #    skip the update, and whether to stop because one of them has received a signal
         stop = torch.full_like(norm, float(len(signals)))
         values = run.mean(torch.stack((loss_sum, norm, stop)))
-        skip = ~values[:2].isfinite().all()  # they are means: one bad process is enough
+        skip = ~values[:2].isfinite().all()  # one bad process is enough; log.flush counts them
         lr = get_lr(step, args)
         update_weights(state.optimizers, lr, skip)
         state.scaler.update()
@@ -983,7 +983,7 @@ RECIPES = {
 # and --no-flag. A default of None is decided in decide_args, or in setup_run if it depends on the
 # machine. To add a flag, add a line: its heading says when the value in a checkpoint is kept
 FLAGS = {
-    "the model: kept by all that is done with it": {
+    "the model: kept whenever a model is loaded": {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
         "seq_len": (int, 0, "T: tokens in a sequence, 0: the model's context"),
     },
@@ -998,16 +998,16 @@ FLAGS = {
     "the recipe: kept by evaluations and by --resume": {
         "data_dir": (str, "edu_fineweb10B", "folder of shards"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
-        "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715, muon: 60)"),
+        "warmup_steps": (int, None, "of rising rate (default: a third, at most 715, muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
-        "final_lr_frac": (float, 0.1, "last learning rate, as a share of max_lr (muon: 0)"),
+        "final_lr_frac": (float, 0.1, "where the decay would end, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
     "evaluation, samples and checkpoints: kept by evaluations and by --resume": {
         "val_every": (int, 250, "validate every this many steps, 0: never"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
-        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: 250, on a CPU 0)"),
+        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: on CUDA 250, else 0)"),
         "sample_every": (int, 250, "print samples, 0: never"),
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
@@ -1020,10 +1020,10 @@ FLAGS = {
     "the machine: kept by --resume": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
-        "compile": (bool, None, "use torch.compile (default: on GPUs)"),
+        "compile": (bool, None, "use torch.compile (default: on CUDA, where Triton is there)"),
         "batch_size": (int, 0, "B: the most sequences per GPU and micro-step, 0: what fits"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
-        "zero": ((0, 2, 3), 0, "2: shard gradients and optimizer state over GPUs, 3: weights too"),
+        "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
     },
     "what to do now: never kept": {
         "log_dir": (str, "log", "folder for log.txt and checkpoints"),
@@ -1092,7 +1092,7 @@ def decide_args(given, stored) -> Namespace:
 
 
 def find_source(given) -> tuple[Namespace, dict]:
-    """Return the flags, with resume only if a run goes on, and where its weights come from."""
+    """Return the flags, with resume off where there is no checkpoint, and the loaded source."""
     args = decide_args(given, {})
     checkpoints = list_checkpoints(args.log_dir)
     is_free = not checkpoints and not Path(args.log_dir, "log.txt").exists()
@@ -1164,8 +1164,8 @@ def choose_batch_size(config, args, run) -> int:
     if run.device.type == "cuda" and not args.batch_size:
         parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
         shards = run.world_size if args.zero > 0 else 1
-        # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter, and
-        # copies in 16 bits, or gathered ones, 4
+        # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter,
+        # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
         # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
@@ -1188,7 +1188,7 @@ def choose_batch_size(config, args, run) -> int:
 def prepare(args, source, run) -> tuple:
     """Do all that can fail before the first step. Return what `train` takes after args and run."""
     if run.rank > 0:
-        run.gather()  # the first process downloads what the others will find
+        run.gather()  # the first process downloads, and others find the files
     if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
         import fineweb
 
@@ -1201,7 +1201,7 @@ def prepare(args, source, run) -> tuple:
         import hellaswag
 
         path = hellaswag.fetch()
-        with reading(path):  # positions beyond T are not trained
+        with reading(path):  # of longer rows, the end is kept
             examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
     if run.rank == 0:
         run.gather()
@@ -1242,7 +1242,7 @@ def main(argv=None):
             sys.exit(0)
         run = setup_run(args)
         prepared = prepare(args, source, run)
-        del source  # a checkpoint is mapped, and takes up its disk until nobody uses it
+        del source  # a mapped file: until then, deleting it would free no disk
         status = train(args, run, *prepared)
         if run.world_size > 1:
             dist.destroy_process_group()
@@ -1258,7 +1258,7 @@ def main(argv=None):
 
 # ---- appendix A: the loss as one kernel ---------------------------------------------------------
 # The logits are the largest tensor, 6.6 GB in bfloat16 at B 64. On an H100, PyTorch's compiled loss
-# and gradient take 10.7 ms, this kernel 4.8, as it writes the gradient over the logits, in one pass
+# and gradient take 10.7 ms, this kernel 4.8, as it also writes the gradient, over the logits
 if triton:
 
     @triton.jit
@@ -1313,7 +1313,7 @@ if triton:
     def fused_cross_entropy(
         x: Tensor, weight: Tensor, targets: Tensor, V: int
     ) -> tuple[Tensor, Tensor]:
-        """Return head_cross_entropy, and each loss's gradient, (N, padded V): softmax - onehot."""
+        """Return the losses, (N,), and their gradients, (N, padded V): softmax - onehot."""
         logits = x @ weight.to(x.dtype).T
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         kernel = torch.library.wrap_triton(cross_entropy_kernel)
