@@ -10,7 +10,7 @@ import pytest
 from conftest import FLAGS, ROOT, write_shards
 
 import train_gpt2
-from tests.benchmarks import price
+from tests.benchmarks import tables
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("tests/**/README.md"))
@@ -19,7 +19,6 @@ SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_t
 RUNS = {
     "train_gpt2.py --quickstart": SMALL,
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
-    "train_gpt2.py --sample --init_from log/quickstart --seed 1": "",
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8': "",
     "fineweb.py --files 'texts/*.txt' --tokenizer bytes --out mine_bytes": "",
     "fineweb.py --files 'texts/*.txt' --out mine": "--tokenizer bytes",
@@ -30,7 +29,6 @@ RUNS = {
     "train_gpt2.py --sample --init_from log": "",
     "train_gpt2.py --init_from log --max_steps 0": "",
     "train_gpt2.py --init_from log --export_hf folder": "",
-    "train_gpt2.py --help": "",
 }
 FINE_TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
 NOT_RUN = {"fineweb.py", "fineweb.py --name sample-100BT --out big --part 3/128"}  # downloads
@@ -44,22 +42,23 @@ CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),
     "a layer": ("", '=return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'),
-    "a layer, by a flag": ("--relu", '> tokenizer: str = "gpt2"\n', '>is done with it": {\n'),
+    "a layer, by a flag": ("--relu", '> tokenizer: str = "gpt2"\n', '>a model is loaded": {\n'),
     "the optimizer": ("--optimizer nadam", '<raise UserError(f"--optimizer'),
 }
 
 
 def test_each_command_is_run_by_a_test_or_marked():
-    """No command is untried unless the README says so."""
-    found = {True: set(), False: set()}
-    for line in README.splitlines():
-        is_command = re.match("python |torchrun |next: ", line)
-        code = line.split("#")[0] if is_command else "; ".join(re.findall(r"`([^`]+)`", line))
-        commands = re.findall(r"(?:python|torchrun\b[^;]*?) (\w+\.py\b[^;&]*)", code)
-        is_marked = "not run" in line or line.endswith(" *")
-        found[is_marked] |= {command.strip() for command in commands}
-    assert found[True] >= NOT_RUN and found[True] | found[False] == RUNS.keys() | NOT_RUN
-    assert found[False] <= RUNS.keys() | {"fineweb.py"}
+    """Where a command is untried, its section says so."""
+    found = set()
+    for section in README.split("\n## "):
+        blocks = re.findall(r"(?s)```\n(.*?)```", section)
+        codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", section))
+        lines = [line.split("#")[0] for line in [*"".join(blocks).splitlines(), *codes]]
+        pattern = r"(?:python|torchrun\b[^;]*?) (\w+\.py\b[^;&]*)"
+        commands = {found.strip() for line in lines for found in re.findall(pattern, line)}
+        assert commands <= RUNS.keys() or "not run by a test" in re.sub(r"\s+", " ", section)
+        found |= commands
+    assert found == RUNS.keys() | NOT_RUN
 
 
 def test_each_flag_exists():
@@ -67,9 +66,9 @@ def test_each_flag_exists():
     sources = "".join(path.read_text() for path in ROOT.glob("*.py"))
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
-    torchrun = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint"
-    known |= {"help", *torchrun.split()}
-    assert set(re.findall(r"(?<!\w)--(\w+)", README)) <= known
+    others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
+    others += " nodes ntasks gpus requeue"  # of Slurm
+    assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) <= known | {*others.split()}
 
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
@@ -84,10 +83,18 @@ def test_links_resolve(page):
             assert target.exists() and (not anchor or anchor in slugs), link
 
 
-def test_the_price_table_is_made_from_its_results():
-    """The table is as new as its results, and price.py finds each line that it looks for."""
-    assert f"\n{price.make_table()}\n" in (price.HERE / "README.md").read_text("utf-8")
-    assert all(price.edit(row.edits) for row in price.ROWS)  # each old text occurs once
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_table_is_made_from_its_rows(page):
+    """`python tests/benchmarks/tables.py` writes them. The ages are printed where this fails."""
+    print(*tables.ages(), sep="\n")
+    assert "<!-- table: " in page.read_text("utf-8")
+    assert tables.fill(page.read_text("utf-8")) == page.read_text("utf-8")
+
+
+def test_each_mechanism_can_be_taken_away():
+    """`measure.py price` finds each line that it changes."""
+    for row in tables.ROWS:
+        assert all(tables.SCRIPT.count(old) == 1 for old, _ in row.edits), row.name
 
 
 def call(main, argv: list[str]):

@@ -1,4 +1,4 @@
-"""Draw validation loss and HellaSwag of runs against the tokens that they have read.
+"""Draw the validation loss of runs against the tokens that they have read.
 
 python tests/benchmarks/draw_runs.py                                # runs/, to .github/runs.png
 python tests/benchmarks/draw_runs.py log/*/log.txt --png mine.png   # your own runs
@@ -10,12 +10,12 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
-# name of a log, without .log.txt: (label, color, line style)
+# name of a log, without .log.txt: (label, color, line style, side of the label)
 STYLES = {
-    "adamw": ("AdamW as published, 350 steps", "tab:gray", "-"),
-    "adamw_tuned": ("AdamW tuned", "tab:blue", "-"),
-    "muon": ("Muon", "tab:red", "-"),
-    "muon_500": ("Muon, 500 steps", "tab:red", "--"),
+    "adamw": ("AdamW as in GPT-3's paper", "tab:gray", "-", 1),
+    "adamw_tuned": ("AdamW, tuned", "tab:blue", "-", 1),
+    "muon": ("Muon", "tab:red", "-", 1),
+    "muon_500": ("Muon, half of the steps", "tab:red", "--", -1),
 }
 
 
@@ -28,27 +28,25 @@ def read_log(path: Path) -> dict[str, dict[int, float]]:
 
 
 def draw(logs: list[Path], png: str) -> None:
-    """Draw a curve for each log: validation loss on the left, HellaSwag on the right."""
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    """Draw a curve for each log, with its name and its last value at its end."""
+    figure, panel = plt.subplots(figsize=(9, 4), layout="constrained")
     for log in logs:
         name = log.name.removesuffix(".log.txt").replace("log.txt", log.parent.name)
-        label, color, line = STYLES.get(name, (name, None, "-"))
+        label, color, line, side = STYLES.get(name, (name, None, "-", 1))
         streams = read_log(log)
-        for panel, stream in zip(panels, ("val", "hella"), strict=True):
-            values = streams.get(stream, {})
-            tokens = [step * streams["total_batch_size"][0] / 1e6 for step in values]
-            style = {"color": color, "linestyle": line, "marker": "o", "markevery": [-1]}
-            panel.plot(tokens, values.values(), label=label, **style)
-    panels[0].set(ylabel="validation loss, nats per token", ylim=(None, 7.5))
-    panels[0].legend()
-    panels[1].set(ylabel="HellaSwag, acc_norm", ylim=(0.22, 0.31))
-    for y, text in ((0.2955, "OpenAI's GPT-2 124M, 0.2955"), (0.25, "guessing, 0.25")):
-        panels[1].axhline(y, color="0.4", linestyle="--")
-        place = panels[1].get_yaxis_transform()  # x from 0 to 1
-        panels[1].text(0.99, y - 0.004, text, color="0.4", ha="right", transform=place)
-    for panel in panels:
-        panel.set_xlabel("tokens read, in millions")
-        panel.grid(alpha=0.3)
+        tokens = [step * streams["total_batch_size"][0] / 1e6 for step in streams["val"]]
+        losses = list(streams["val"].values())
+        style = {"color": color, "linestyle": line, "marker": "o", "markevery": [-1]}
+        (curve,) = panel.plot(tokens, losses, **style)
+        place = {"xytext": (8 * side, 0), "textcoords": "offset points", "va": "center"}
+        place["ha"] = "left" if side > 0 else "right"
+        text = f"{label}: {losses[-1]:.3f}"
+        panel.annotate(text, (tokens[-1], losses[-1]), color=curve.get_color(), **place)
+    panel.set(xlabel="tokens read, in millions", ylabel="validation loss, nats per token")
+    panel.set(ylim=(3.3, 5.5))
+    panel.set_xlim(0, 1.25 * panel.get_xlim()[1])  # leaves room for the names
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(alpha=0.3)
     figure.savefig(png, dpi=110)
 
 

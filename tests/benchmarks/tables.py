@@ -1,0 +1,283 @@
+"""Make every table of README.md and of the README.md in this folder from the rows in results/.
+
+    python tests/benchmarks/tables.py             write the tables between their marks
+    python tests/benchmarks/tables.py --check     say which differ, and how old their rows are
+
+A table stands between <!-- table: NAME --> and <!-- end -->. It shows the rows of the newest commit
+that has any for its case, so a measurement replaces an older one as soon as it is made again.
+"""
+
+import json
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))  # a test imports this file as a module
+from mechanisms import ROWS, SCRIPT, count_lines  # noqa: E402, F401
+
+ROOT = HERE.parents[1]
+PAGES = [ROOT / "README.md", HERE / "README.md", HERE / "runs" / "README.md"]
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def load(name: str, **wanted) -> list[dict]:
+    """Return the rows of results/NAME.jsonl whose cases have the wanted settings."""
+    rows = [json.loads(line) for line in (HERE / f"results/{name}.jsonl").read_text().splitlines()]
+    return [row for row in rows if wanted.items() <= (row["case"] | {"unit": row["unit"]}).items()]
+
+
+def newest(rows: list[dict]) -> list[dict]:
+    """Return the rows of the commit and machine of the last one."""
+    last = (rows[-1]["commit"], rows[-1]["machine"]) if rows else None
+    return [row for row in rows if (row["commit"], row["machine"]) == last]
+
+
+def values(name: str, **wanted) -> list:
+    """Return the values of the newest rows with these settings."""
+    return [row["value"] for row in newest(load(name, **wanted))]
+
+
+def median(numbers: list, form: str, factor=1.0) -> str:
+    """Return the median as a text, with the least and the largest if they differ; "-" for none."""
+    texts = [
+        form.format(factor * number) for number in (*sorted(numbers)[:1], *sorted(numbers)[-1:])
+    ]
+    if not numbers:
+        return "-"
+    middle = form.format(factor * statistics.median(numbers))
+    return middle if texts[0] == texts[1] else f"{middle} ({texts[0]} to {texts[1]})"
+
+
+def source(rows: list[dict]) -> str:
+    """Return where rows come from, for the last column of a table."""
+    row = rows[-1]
+    return f"{row['date']}, {row['machine'].removeprefix('1 x ')}, torch {row['torch']}, {row['commit']}"
+
+
+def unique(rows: list[dict], *settings) -> list[dict]:
+    """Return the cases that differ in these settings, in the order in which they appear first."""
+    found = {}
+    for row in rows:
+        case = {setting: row["case"].get(setting) for setting in settings}
+        found[json.dumps(case)] = case
+    return list(found.values())
+
+
+# ---- tables: each function returns lists of cells, the heading first ------------------------------
+
+
+def speed_row(file: str, case: dict) -> list:
+    """Return tokens a second, ms a step, GiB and the source of the newest rows of a case."""
+    rows = newest(load(file, unit="ms", **case))
+    ms = [row["value"] for row in rows]
+    speed = median([1000 * case["tokens"] / value for value in ms], "{:,.0f}")
+    peak = values(file, unit="GiB", **case)
+    return [speed, median(ms, "{:.1f}"), median(peak, "{:.1f}"), source(rows)]
+
+
+def table_speed() -> list:
+    """train_gpt2.py on one GPU."""
+    table = [["model", "B", "tokens a step", "tokens a second", "ms a step", "GiB", "measured"]]
+    rows = load("speed", unit="ms", script="train_gpt2.py")
+    for case in unique(rows, "model", "B", "tokens", "script"):
+        row = speed_row("speed", case)
+        table.append([case["model"], case["B"], f"{case['tokens']:,}", *row])
+    return table
+
+
+def table_peers() -> list:
+    """GPT-2 124M in steps of 524,288 tokens, B 64, beside other programs."""
+    case = {"model": "d12", "B": 64, "tokens": 2**19}
+    found = [("`train_gpt2.py`", speed_row("speed", case | {"script": "train_gpt2.py"}))]
+    for other in unique(load("peers"), "script"):
+        found.append((other["script"], speed_row("peers", case | other)))
+    found.sort(key=lambda row: row[1][0], reverse=True)
+    table = [["GPT-2 124M on one H100, B 64, 524,288 tokens a step", "tokens a second"]]
+    return table + [[name, row[0]] for name, row in found]
+
+
+def table_start() -> list:
+    """Seconds until the first update is done."""
+    parts = ["imports", "setup and state", "validation", "step", "all"]
+    table = [["caches of compiled kernels", *parts, "measured"]]
+    for cache in ("full", "empty"):
+        case = {"script": "train_gpt2.py", "cache": cache}
+        cells = [median(values("start", part=part, **case), "{:.1f}") for part in parts]
+        table.append([cache, *cells, source(load("start", **case))])
+    return table
+
+
+def table_memory() -> list:
+    """The B that the script chooses, and the largest that fits with --recompute."""
+    rows = load("memory", unit="sequences")
+    limits = [case["GiB"] for case in unique(rows, "GiB")]
+    table = [["model", *(f"{limit} GB" for limit in limits)]]
+    for case in unique(rows, "model"):
+        cells = [case["model"]]
+        for limit in limits:
+            case |= {"GiB": limit, "unit": "sequences"}
+            chosen = values("memory", **case, recompute=False, B="chosen")
+            largest = values("memory", **case, recompute=True, B="largest")
+            cells.append(
+                ", ".join(str(max(found, default=0) or "-") for found in (chosen, largest))
+            )
+        table.append(cells)
+    return table
+
+
+def table_price() -> list:
+    """What is lost without each mechanism."""
+    table = [["without", "its lines", "ms a step", "tokens a second", "GiB", "nats"]]
+    for mechanism in ROWS:
+        ms = values("price", without=mechanism.name, unit="ms")  # [with, without] each
+        peak = values("price", without=mechanism.name, unit="GiB")
+        nats = values("price", without=mechanism.name, unit="nats per byte")
+        cells = [mechanism.name, str(count_lines(mechanism.spans) or "")]
+        cells.append(spread([b - a for a, b in ms], "{:+.1f}"))
+        cells.append(spread([100 * (a / b - 1) for a, b in ms], "{:+.0f}%"))
+        cells.append(spread([b - a for a, b in peak], "{:+.1f}"))
+        cells.append(spread([b - a for a, b in nats], "{:+.3f}"))
+        table.append(cells)
+    return table
+
+
+def spread(numbers: list, form: str) -> str:
+    """Return the least and the largest number as a text, "" for none."""
+    texts = [form.format(number) for number in sorted(numbers)]
+    return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]]))
+
+
+def table_scaling() -> list:
+    """Several GPUs beside one."""
+    table = [
+        ["GPUs", "flags", "tokens a step", "ms a step", "tokens a second", "of linear", "measured"]
+    ]
+    for case in unique(load("scaling"), "GPUs", "tokens", "flags"):
+        ms = values("scaling", **case)
+        one = values("scaling", GPUs=1, tokens=2**19, flags="")
+        linear = statistics.median(one) * case["tokens"] / 2**19 / case["GPUs"]
+        cells = [case["GPUs"], f"`{case['flags']}`" if case["flags"] else "", f"{case['tokens']:,}"]
+        cells += [median(ms, "{:.1f}"), f"{1000 * case['tokens'] / statistics.median(ms):,.0f}"]
+        share = f"{100 * linear / statistics.median(ms):.0f}%"
+        table.append([*cells, share, source(newest(load("scaling", **case)))])
+    return table
+
+
+def table_tokenize() -> list:
+    """fineweb.py beside tiktoken alone."""
+    table = [["workers", "from", "tokens a second", "of tiktoken alone", "GiB", "measured"]]
+    rows = load("tokenize", unit="tokens/s", script="fineweb.py")
+    for case in unique(rows, "workers", "source"):
+        workers = {"workers": case["workers"], "unit": "tokens/s"}
+        alone = statistics.median(values("tokenize", script="tiktoken", **workers))
+        speeds = values("tokenize", script="fineweb.py", source=case["source"], **workers)
+        peak = values("tokenize", unit="GiB", script="fineweb.py", **case)
+        cells = [case["workers"], case["source"], median(speeds, "{:.1f} million", 1e-6)]
+        cells += [f"{statistics.median(speeds) / alone:.2f}", f"{max(peak):.1f}"]
+        table.append([*cells, source(newest(load("tokenize", **case)))])
+    return table
+
+
+def table_quickstart() -> list:
+    """Five starts."""
+    rows = load("quickstart")
+    cells = [median(values("quickstart", unit="s"), "{:.0f}"), len(values("quickstart", unit="s"))]
+    loss = median(values("quickstart", unit="nats per byte"), "{:.4f}")
+    return [
+        ["seconds", "starts", "validation loss, nats per byte", "measured"],
+        [*cells, loss, source(rows)],
+    ]
+
+
+def table_runs() -> list:
+    """Finished runs of GPT-2 124M."""
+    table = [
+        [
+            "run",
+            "steps",
+            "tokens",
+            "validation loss",
+            "HellaSwag, acc_norm",
+            "ms a step",
+            "measured",
+        ]
+    ]
+    for case in unique(load("runs"), "run", "steps", "tokens"):
+        loss = values("runs", unit="nats per token", **case)
+        hella = values("runs", unit="acc_norm", **case)
+        error = [f"{p:.4f} ± {(p * (1 - p) / 10042) ** 0.5:.4f}" for p in hella]
+        cells = [
+            case["run"],
+            f"{case['steps']:,}",
+            f"{case['tokens'] / 1e6:.0f}M",
+            f"{loss[-1]:.4f}",
+        ]
+        cells += [error[-1] if error else "-", median(values("runs", unit="ms", **case), "{:.0f}")]
+        table.append([*cells, source(load("runs", **case))])
+    return table
+
+
+def table_recipes() -> list:
+    """The README's three rows."""
+    names = {
+        "adamw": "AdamW as GPT-3's paper sets it",
+        "adamw_tuned": "AdamW, tuned",
+        "muon": "Muon",
+    }
+    names["muon_500"] = "Muon, half of the steps"
+    table = [["recipe", "steps", "validation loss"]]
+    for run, name in names.items():
+        row = newest(load("runs", run=run, unit="nats per token"))[-1]
+        table.append([name, f"{row['case']['steps']:,}", f"{row['value']:.4f}"])
+    return table
+
+
+# ---- pages --------------------------------------------------------------------------------------
+
+
+def markdown(table: list) -> str:
+    """Return a table as Markdown."""
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+
+
+def fill(page: str) -> str:
+    """Return a page with its tables made again."""
+
+    def make(found) -> str:
+        table = globals()[f"table_{found[2]}"]()
+        return f"{found[1]}\n{markdown(table)}\n<!-- end -->"
+
+    return re.sub(r"(?s)(<!-- table: (\w+) -->)\n.*?<!-- end -->", make, page)
+
+
+def ages() -> list[str]:
+    """Return for each file of rows how many commits ago the script of its newest row was changed."""
+    lines = []
+    for path in sorted((HERE / "results").glob("*.jsonl")):
+        commit = json.loads(path.read_text().splitlines()[-1])["commit"]
+        script = "fineweb.py" if path.stem == "tokenize" else "train_gpt2.py"
+        count = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", script]
+        done = subprocess.run(count, capture_output=True, text=True)
+        age = done.stdout.strip() or "unknown"
+        lines.append(f"{path.stem}: {commit}, {age} commits of {script} ago")
+    return lines
+
+
+def main() -> int:
+    differ = [page for page in PAGES if fill(page.read_text()) != page.read_text()]
+    print(*ages(), sep="\n")
+    for page in differ:
+        print(f"{page.relative_to(ROOT)} differs from its rows")
+        if "--check" not in sys.argv:
+            page.write_text(fill(page.read_text()))
+    return len(differ) if "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
