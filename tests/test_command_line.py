@@ -33,10 +33,7 @@ BAD = {
     "unknown source": (["--init_from", "nowhere.pt"], "--init_from nowhere.pt: .*gpt2-xl"),
     "no checkpoint": (["--init_from", __file__], "test_command_line.py cannot be loaded"),
     "T above the context": (["--seq_len", 17], "--seq_len 17: the context is 16"),
-    "a fraction of a sequence": (
-        ["--total_batch_size", 100],
-        "expected a multiple of --seq_len 16",
-    ),
+    "part of a sequence": (["--total_batch_size", 100], "expected a multiple of --seq_len 16"),
     "too large a seed": (["--seed", 2**32], "--seed 4294967296: expected less than 2\\*\\*32"),
     "sample of nothing": (["--sample"], "--init_from scratch: expected a checkpoint"),
     "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
@@ -249,10 +246,9 @@ def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path):
     tokens = np.random.RandomState(0).randint(0, 50257, 3000).astype(np.uint16)
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_0.npy", tokens)
-    flags = "--data_dir . --model tiny --seq_len 64 --total_batch_size 128 --val_tokens 128"
-    flags += " --max_new_tokens 4 --num_samples 1 --device cpu"
+    flags = "--device cpu --data_dir . --model tiny --seq_len 64 --val_tokens 128 --num_samples 1"
+    flags += f" --total_batch_size 128 --max_new_tokens 4 --sample_every {250 * DATA.exists()}"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    flags += f" --sample_every {250 * DATA.exists()}"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):
         command = [sys.executable, "-P", "train_gpt2.py", *flags.split(), *more.split()]
         options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}

@@ -2,6 +2,7 @@
 
 import io
 import math
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -183,10 +184,10 @@ def test_a_full_disk_or_memory_ends_the_run(old, shards, tmp_path, patch, proces
     assert main(*flags) == 0 and steps(old) == [2, 4]
 
 
-def npy(dtype) -> bytes:
+def npy(dtype, shape=999) -> bytes:
     """Return the bytes of a .npy file of zeros."""
     file = io.BytesIO()
-    np.save(file, np.zeros(999, dtype))
+    np.save(file, np.zeros(shape, dtype))
     return file.getvalue()
 
 
@@ -201,9 +202,9 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("test_train_000002.npy", np.zeros(999, np.int32), "holds a 1-D int32 array, expected 1-D uint16"),
-    ("test_train_000002.npy", np.zeros((9, 99), np.uint16), "holds a 2-D uint16 array"),
-    ("test_val_000000.npy", np.zeros(16, np.uint16), "no val shard has 17 tokens: lower --seq_len"),
+    ("test_train_000002.npy", npy(np.int32), "holds a 1-D int32 array, expected 1-D uint16"),
+    ("test_train_000002.npy", npy(np.uint16, (9, 99)), "holds a 2-D uint16 array"),
+    ("test_val_000000.npy", npy(np.uint16, 16), "no val shard has 17 tokens: lower --seq_len"),
     ("a_train.bin", bin_shard(20240521, 1, 999), BIN),
     ("a_train.bin", bin_shard(20240520, 1, 999, tokens=998), BIN),
     ("meta.json", b'{"progress": {"done": false}}', "is not finished: run its fineweb.py command"),
@@ -215,10 +216,7 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
 ])  # fmt: skip
 def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, content, message):
     """In one line, before the run makes log_dir."""
-    if isinstance(content, bytes):
-        (shards / name).write_bytes(content)
-    else:
-        np.save(shards / name, content)
+    (shards / name).write_bytes(content)
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
     assert refused(capsys, message, *flags)
     assert not (tmp_path / "log").exists()
@@ -227,18 +225,14 @@ def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, conte
 @pytest.mark.parametrize("what", ["HellaSwag", "hella.jsonl", "tokenizer", "transformers"])
 def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypatch, capsys, what):
     """A run with --overwrite on a machine without network leaves the old one as it is."""
-    import hellaswag
-
-    def fail(*_, **__):
-        raise ConnectionError(f"{what} cannot be downloaded")
-
+    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded"))
     before = contents(old)
     flags = ["--data_dir", shards, "--log_dir", old, "--overwrite", "--max_steps", 4]
     (shards / "hella.jsonl").write_text("{}")
     if what.lower().startswith("hella"):
         flags += ["--hellaswag_every", 4]
         fetch = fail if what == "HellaSwag" else lambda: shards / what
-        monkeypatch.setattr(hellaswag, "fetch", fetch)
+        monkeypatch.setattr("hellaswag.fetch", fetch)
     elif what == "tokenizer":
         flags += ["--sample_every", 4]
         train_gpt2.get_tokenizer.cache_clear()

@@ -24,7 +24,7 @@ from unittest.mock import ANY, DEFAULT, Mock, patch
 import numpy as np
 import pyarrow
 import pytest
-from conftest import ROOT, needs_data
+from conftest import ROOT, contents, needs_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -79,10 +79,6 @@ def begin(chunks: int, *args) -> None:
     effects = [DEFAULT] * chunks + [OSError("No space left")]
     with patch.object(fineweb, "save_chunk", wraps=fineweb.save_chunk, side_effect=effects):
         assert "No space left" in refuse(*args)
-
-
-def read_folder(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def read_meta(folder: Path) -> dict:
@@ -151,7 +147,7 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
     assert 5 < read_meta(out)["progress"]["chunks"] < 26
     assert list(out.glob("*.unfinished"))
     build(files, out, *OPTIONS, "--workers", 2)
-    assert read_folder(out) == read_folder(whole)
+    assert contents(out) == contents(whole)
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
@@ -165,16 +161,14 @@ def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
     whole = build(files, tmp_path / "whole", *OPTIONS)
     chunks = read_meta(whole)["progress"]["chunks"]
     assert chunks > 15
-    encode = Mock(side_effect=fineweb.encode)  # counts its calls
-    monkeypatch.setattr(fineweb, "encode", encode)
     for chunk in range(1, chunks):
-        encode.reset_mock()
-        begin(1, files, out, *OPTIONS)
+        with patch.object(fineweb, "encode", wraps=fineweb.encode) as encode:  # counts its calls
+            begin(1, files, out, *OPTIONS)
         assert encode.call_count < 15  # of about 50 batches: those of up to three chunks
         assert read_meta(out)["progress"]["chunks"] == chunk
         assert_whole(out)
     build(files, out, *OPTIONS)
-    assert read_folder(out) == read_folder(whole)
+    assert contents(out) == contents(whole)
 
 
 CHANGES = [  # a command between two starts, options of the second start, what its refusal names
@@ -206,10 +200,10 @@ def test_changed_inputs_are_refused(command, options, named, start, tmp_path):
     files, out = tmp_path / "?.jsonl", tmp_path / "out"
     start(files, out, *OPTIONS)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    before = read_folder(out)
+    before = contents(out)
     line = refuse(files, out, *OPTIONS, *options.split())
     assert named in line and re.search("delete the folder|choose another --out", line)
-    assert read_folder(out) == before
+    assert contents(out) == before
 
 
 def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
@@ -228,7 +222,7 @@ def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch
     build(None, whole, *OPTIONS)
     begin(1, None, out, *OPTIONS)
     publish("bbb", tmp_path, monkeypatch)
-    assert read_folder(build(None, out, *OPTIONS)) == read_folder(whole)
+    assert contents(build(None, out, *OPTIONS)) == contents(whole)
 
 
 def test_parts_in_any_order_hold_every_file_of_a_commit_once(tmp_path, monkeypatch):
@@ -324,8 +318,8 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     assert "the same command continues" in lines and "\nnext: python" in lines and not error
     assert "peer closed connection" in errors and "KeyboardInterrupt" in errors
     assert 50 < next(hub.reads) < 80
-    whole = read_folder(build(tmp_path / "*.parquet", tmp_path / "whole", *OPTIONS))
-    assert read_folder(tmp_path / "out") == whole | {"meta.json": ANY}
+    whole = contents(build(tmp_path / "*.parquet", tmp_path / "whole", *OPTIONS))
+    assert contents(tmp_path / "out") == whole | {"meta.json": ANY}
 
 
 # -------------------- documents to shards
@@ -485,7 +479,7 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path):
     x = build(None, tmp_path / "x", "--files", c, b, link, a, "--val_share", 0)
     assert read_split(x, "train") == to_tokens(["a\ufffdb\ufffd", "😀", "한\ud7ff", text, ""])
     y = build(tmp_path / "*.*", tmp_path / "y", "--val_share", 0)
-    assert read_folder(x) == read_folder(y)
+    assert contents(x) == contents(y)
 
 
 @pytest.mark.slow

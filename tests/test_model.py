@@ -88,8 +88,7 @@ def test_names_and_shapes_are_those_of_transformers():
     for name, p in ours.state_dict().items():
         shape = theirs[name].shape[::-1] if name.endswith(TRANSPOSED) else theirs[name].shape
         assert p.shape == ((50304, 768) if 50257 in shape else shape), name
-    padding = (50304 - 50257) * 768
-    assert sum(p.numel() for p in ours.parameters()) - padding == 124_439_808
+    assert sum(p.numel() for p in ours.parameters()) - (50304 - 50257) * 768 == 124_439_808
 
 
 def test_the_table_of_sizes_is_that_of_the_papers():
@@ -156,8 +155,7 @@ def test_recompute_changes_no_gradient():
         model(x, y).mean().backward()
         gradients.append([p.grad for p in model.parameters()])
         assert len(calls) == 1 + 2 * recompute, "the second model computes block 0 twice"
-    for a, b in zip(*gradients, strict=True):
-        assert torch.equal(a, b)
+    torch.testing.assert_close(*gradients, atol=0, rtol=0)
 
 
 def test_mfu_counts_every_matrix_once_and_half_of_attention():
@@ -289,9 +287,7 @@ def test_weights_cross_over_and_back_bit_for_bit(tmp_path):
     assert ours.transformer.wte.weight[257:].count_nonzero() == 0
     export_hf(ours, str(tmp_path / "again"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
-    assert again.keys() == theirs.state_dict().keys()
-    for name, p in theirs.state_dict().items():
-        assert torch.equal(p, again[name]), name
+    torch.testing.assert_close(again, theirs.state_dict(), atol=0, rtol=0)
 
 
 def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
@@ -323,17 +319,13 @@ def test_the_exported_tokenizer_is_gpt_2s(tmp_path):
     assert len(theirs) == 50257 and theirs.eos_token_id == 50256
 
 
-def untie(model):
-    model.lm_head.weight = nn.Parameter(torch.randn(384, 32))
-
-
 def widen(model):
     model.transformer.h[1].mlp.c_fc = nn.Linear(32, 160)
     model.transformer.h[1].mlp.c_proj = nn.Linear(160, 32)
 
 
 CHANGES = {
-    "head": untie,
+    "head": lambda model: setattr(model.lm_head, "weight", nn.Parameter(torch.randn(384, 32))),
     "MLP": widen,
     "logits": lambda model: model.lm_head.register_forward_hook(lambda module, x, y: y.relu()),
     "loss": lambda model: model.register_forward_hook(lambda module, x, y: y.clamp(max=5)),

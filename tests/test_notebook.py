@@ -4,10 +4,10 @@ import ast
 import re
 import shutil
 
+import nbclient
 import nbformat
 import pytest
 from conftest import ROOT
-from nbclient import NotebookClient
 
 import train_gpt2
 
@@ -99,8 +99,7 @@ def test_every_cell_runs_offline_and_leaves_nothing_behind(tmp_path, monkeypatch
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody answers: a download fails
-    notebook = nbformat.from_dict(NOTEBOOK)
     figures = [len(images(cell)) for cell in CODE]
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=600, resources=resources).execute()  # raises a cell's error
+    copy = nbformat.from_dict(NOTEBOOK)
+    notebook = nbclient.execute(copy, cwd=str(tmp_path), timeout=600)  # raises a cell's error
     assert [len(images(cell)) for cell in notebook.cells if cell.cell_type == "code"] == figures

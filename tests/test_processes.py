@@ -56,8 +56,7 @@ def start(tmp_path_factory):
             assert result[0] == 0, result
             assert len(re.findall("step +1?3/.. [|] loss", result[1])) in (1, 2), "who prints?"
             assert "Warning" not in result[2]
-            printed = [line for line in result[1].splitlines() if line.startswith("sample ")]
-            made[key] = log_dir, printed
+            made[key] = log_dir, re.findall("(?m)^sample .*", result[1])
         return made[key]
 
     return train
@@ -222,13 +221,11 @@ train_gpt2.GPT.forward = act
 """
 
 
-def torchrun(folder: Path, address, flags, patch: str) -> subprocess.Popen:
+def torchrun(script: Path, address, flags, patch: str) -> subprocess.Popen:
     """Start the torchrun of one of three machines, which meet at the address, for a tiny run."""
     launcher = ["--nnodes=1:3", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_id=test"]
     launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{address.port}"]
     launcher += ["--rdzv_conf=last_call_timeout=10,is_host=0"]
-    folder.mkdir()
-    script = folder / "tiny.py"
     script.write_text(SCRIPT.format(patch=patch))
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, script, *FLAGS, *flags]
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
@@ -244,7 +241,7 @@ def test_two_machines_go_on_where_a_third_one_dies(tmp_path, shards):
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
     flags += ["--resume", "--log_dir", tmp_path / "three"]
     address, patches = host(), ["", "", KILLED_WITH_ITS_MACHINE]
-    machines = [torchrun(tmp_path / f"{i}", address, flags, p) for i, p in enumerate(patches)]
+    machines = [torchrun(tmp_path / f"{i}.py", address, flags, p) for i, p in enumerate(patches)]
     outputs = [machine.communicate(timeout=240) for machine in machines]  # seconds
     assert [machine.returncode for machine in machines] == [0, 0, -signal.SIGKILL], outputs
     printed = "".join(out for out, _ in outputs)

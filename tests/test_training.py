@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import DATA, break_losses, load, main, make_run, needs_data, read_log, steps
-from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 import fineweb
@@ -32,9 +32,7 @@ def train(log_dir, shards, flags: str) -> dict:
 
 
 def assert_same_weights(a, b):
-    assert a["model"].keys() == b["model"].keys()
-    for name, p in a["model"].items():
-        assert torch.equal(p, b["model"][name]), name
+    torch.testing.assert_close(a["model"], b["model"], atol=0, rtol=0)
 
 
 # ---- a run
@@ -90,12 +88,7 @@ def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards
 def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypatch):
     """With evaluations too, for which only validation's graph is compiled in addition. Checkpoints
     have the same names. This backend captures graphs as usual, and runs them as PyTorch would."""
-    graphs = []
-
-    def backend(*args):
-        graphs.append(1)
-        return aot_eager(*args)
-
+    backend = CompileCounterWithBackend("aot_eager")
     compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
     logs, counts = {}, {}
@@ -103,9 +96,9 @@ def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypat
     modes = {"eager": f"--no-compile {often}", "on": f"--compile {often}", "off": "--compile"}
     for name, flags in modes.items():
         torch.compiler.reset()
-        graphs.clear()
+        backend.clear()
         logs[name] = train(tmp_path / name, shards, f"--max_steps 4 --save_every 4 {flags}")
-        counts[name] = len(graphs)
+        counts[name] = backend.frame_count
         assert load(tmp_path / name, 4)["model"].keys() == GPT(SMALL).state_dict().keys()
     assert logs["on"]["train"] == logs["off"]["train"]
     assert_same_weights(load(tmp_path / "on", 4), load(tmp_path / "off", 4))
@@ -267,10 +260,9 @@ def test_updates_of_muon_are_their_formula():
             rate = lr if i < 4 else 0.25 * lr
             expected[i] = expected[i] * (1 - rate * 0.1) - rate * torch.cat(parts)
         train_gpt2.update_weights([muon], lr, torch.tensor(skip))
-        for p, q, average in zip(params, expected, averages, strict=True):
-            torch.testing.assert_close(p.detach().double(), q, atol=1e-5, rtol=0)
-            buffer = muon.state[p]["momentum_buffer"].double()
-            torch.testing.assert_close(buffer, average, atol=1e-6, rtol=0)
+        buffers = [muon.state[p]["momentum_buffer"] for p in params]
+        torch.testing.assert_close(params, expected, atol=1e-5, rtol=0, check_dtype=False)
+        torch.testing.assert_close(buffers, averages, atol=1e-6, rtol=0, check_dtype=False)
 
 
 @pytest.mark.parametrize("grad_clip", [0.25, 0])
@@ -291,8 +283,7 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
 def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, monkeypatch):
     """These updates are skipped, and the norm is that of unscaled gradients."""
     break_losses(monkeypatch, lambda n, losses: losses * (1e36 if n in (1, 2) else 1))
-    flags = "--max_steps 5 --save_every 1 --keep 0 --dtype float16"
-    log = train(tmp_path / "log", shards, flags)
+    log = train(tmp_path / "log", shards, "--max_steps 5 --save_every 1 --keep 0 --dtype float16")
     assert log["norm"][0] == pytest.approx(NORM, rel=0.01) and not math.isfinite(log["norm"][1])
     scales = [load(tmp_path / "log", step)["scaler"]["scale"] for step in range(1, 6)]
     assert scales == [65536, 32768, 16384, 16384, 16384]
