@@ -973,7 +973,7 @@ QUICKSTART = {
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 # optimizer: (max_lr as a multiple of GPT-3's, most steps of warmup, other defaults). 715 steps of
-# 2**19 tokens are 375M tokens, as in GPT-3. Muon's are from runs in tests/benchmarks/README.md
+# 2**19 tokens are 375M tokens, as in GPT-3. Muon's are from tests/benchmarks/runs/search.csv
 RECIPES = {
     "adamw": (1, 715, {}),
     "muon": (10, 60, {"schedule": "wsd", "weight_decay": 0.2, "final_lr_frac": 0.0}),
@@ -1247,7 +1247,7 @@ def main(argv=None):
         if run.world_size > 1:
             dist.destroy_process_group()
     except (UserError, ConnectionError) as error:
-        print(f"train_gpt2.py: {error}", file=sys.stderr)
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         # At once: after a mistake, the others may wait for this process until torchrun ends them.

@@ -67,7 +67,7 @@ def test_each_flag_exists():
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += " nodes ntasks gpus requeue"  # of Slurm
+    others += " nodes ntasks gpus requeue relu"  # of Slurm, and of a change
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) <= known | {*others.split()}
 
 

@@ -1,6 +1,6 @@
 """
 Measure train_gpt2.py, fineweb.py and runs. Each measurement is a row in results/, from which
-tables.py makes the tables of README.md and of the README.md in this folder.
+tables.py makes the tables of README.md and of the pages in this folder.
 
     python tests/benchmarks/measure.py speed              of training, on one GPU: 3 minutes
     python tests/benchmarks/measure.py start              of a run, until its first update is done
@@ -163,7 +163,13 @@ def median_ms(log: dict) -> float:
 def scripts_of(args) -> dict:
     """Return {name: script}: train_gpt2.py, and those that --beside names."""
     paths = [ROOT / "train_gpt2.py", *args.beside]
+    assert len({path.name for path in paths}) == len(paths), "--beside: use other names"
     return {path.name: path.read_text() for path in paths}
+
+
+def commit_of(name: str) -> dict:
+    """Return what a row of another version has in place of the commit: its name."""
+    return {} if name in ("train_gpt2.py", "fineweb.py") else {"commit": Path(name).stem}
 
 
 # ---- speed, start, memory -----------------------------------------------------------------------
@@ -185,9 +191,9 @@ def measure_speed(args) -> None:
                     log = runs.run(script, flags)
                     case = {"model": args.model, "B": log["B"], "tokens": tokens, "script": name}
                     case |= {"flags": args.flags, "turn": turn}
-                    results.add(case, median_ms(log), "ms")
+                    results.add(case, median_ms(log), "ms", **commit_of(name))
                     if "GiB" in log:
-                        results.add(case, log["GiB"], "GiB")
+                        results.add(case, log["GiB"], "GiB", **commit_of(name))
 
 
 def seconds_since(begin: float) -> float:
@@ -210,20 +216,22 @@ def measure_start(args) -> None:
                     if cache == "empty":
                         shutil.rmtree(kept, ignore_errors=True)
                     env = {"TORCHINDUCTOR_CACHE_DIR": kept, "TRITON_CACHE_DIR": f"{kept}/triton"}
-                    case = {"cache": cache, "script": name, "turn": turn}
+                    case = {"cache": cache, "script": name, "flags": args.flags, "turn": turn}
+                    own = commit_of(name)
                     begin = last = time.perf_counter()
                     runs.start(script, "--help", **env).communicate()
-                    results.add(case | {"part": "imports"}, seconds_since(begin), "s")
+                    results.add(case | {"part": "imports"}, seconds_since(begin), "s", **own)
                     begin = last = time.perf_counter()
                     process = runs.start(script, f"--data_dir {folder} {flags}", **env)
                     left = list(parts)
                     for line in process.stdout:
                         now = time.perf_counter()
                         if left and left[0][1] in line:
-                            results.add(case | {"part": left[0][0]}, round(now - last, 2), "s")
+                            part = {"part": left[0][0]}
+                            results.add(case | part, round(now - last, 2), "s", **own)
                             left.pop(0)
                             last = now
-                    results.add(case | {"part": "all"}, round(last - begin, 2), "s")
+                    results.add(case | {"part": "all"}, round(last - begin, 2), "s", **own)
                     assert process.wait() == 0 and not left, process.stderr.read()
 
 
@@ -316,7 +324,7 @@ def measure_price(args) -> None:
 
 
 def measure_scaling(args) -> None:
-    """Time steps of one GPU, of which all train by themselves at the same time, and of several, in
+    """Time steps of single GPUs, all of which train separately at the same time, and of several, in
     turns. The rate is 0: what a GPU at its power limit computes depends on the weights."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
@@ -437,9 +445,10 @@ def measure_tokenize(args) -> None:
                     one = [*source, "--max_tokens", "1", "--val_tokens", "0"]
                     idle = run_fineweb(script, one, workers)[0]
                     seconds, tokens, peak = run_fineweb(script, source, workers)
-                    own = case | {"source": name, "script": script.name}
-                    results.add(own, round(tokens / (seconds - idle)), "tokens/s")
-                    results.add(own, round(peak / 2**30, 2), "GiB")
+                    own = case | {"source": name, "script": script.name, "copies": args.copies}
+                    other = commit_of(script.name)
+                    results.add(own, round(tokens / (seconds - idle)), "tokens/s", **other)
+                    results.add(own, round(peak / 2**30, 2), "GiB", **other)
 
 
 # ---- the quickstart, and runs -------------------------------------------------------------------
@@ -463,8 +472,8 @@ def measure_runs(args) -> None:
     """Take the last losses, the HellaSwag score and the time of a step from logs of runs, which were
     made by the commit, the command and the machine that the options name."""
     results = Results(args)
-    made = {"commit": args.commit, "machine": args.machine, "date": args.date, "torch": args.torch}
-    made = {key: value for key, value in made.items() if value}
+    options = ("commit", "machine", "date", "torch", "command")
+    made = {key: getattr(args, key) for key in options if getattr(args, key)}
     for path in args.logs:
         log = {}
         for line in path.read_text().splitlines():
@@ -523,7 +532,7 @@ def main() -> None:
             add("--hub", help="a dataset of the hub to read as well")
         if name == "runs":
             add("logs", type=Path, nargs="+")
-            for option in ("commit", "machine", "date", "torch"):
+            for option in ("commit", "machine", "date", "torch", "command"):
                 add(f"--{option}", help="of the runs")
     args = parser.parse_args()
     args.function(args)

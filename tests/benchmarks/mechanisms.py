@@ -99,7 +99,12 @@ ROWS = [
         [("# Only from pinned", "y = y.pin_memory()")],
         edits=(("x = x.pin_memory()", "pass"), ("y = y.pin_memory()", "pass")),
     ),
-    Row("recompute", [("if self.recompute and", "x = recompute_in_backward")], "", "--recompute"),
+    Row(
+        "recompute",
+        [("if self.recompute and", "x = recompute_in_backward")],
+        "--no-recompute",
+        "--recompute",
+    ),
     Row(
         "tied embeddings",
         [("# Use one matrix for", TIE)],

@@ -4,7 +4,7 @@
     python tests/benchmarks/tables.py --check     say which differ, and how old their rows are
 
 A table stands between <!-- table: NAME --> and <!-- end -->. It shows the rows of the newest commit
-that has any for its case, so a measurement replaces an older one as soon as it is made again.
+and machine that has any for its case. These rows are taken for turns of one measurement.
 """
 
 import json
@@ -83,8 +83,8 @@ def speed_row(file: str, case: dict) -> list:
 def table_speed() -> list:
     """train_gpt2.py on one GPU."""
     table = [["model", "B", "tokens a step", "tokens a second", "ms a step", "GiB", "measured"]]
-    rows = load("speed", unit="ms", script="train_gpt2.py")
-    for case in unique(rows, "model", "B", "tokens", "script"):
+    rows = load("speed", unit="ms", script="train_gpt2.py", flags="")
+    for case in unique(rows, "model", "B", "tokens", "script", "flags"):
         row = speed_row("speed", case)
         table.append([case["model"], case["B"], f"{case['tokens']:,}", *row])
     return table
@@ -92,12 +92,15 @@ def table_speed() -> list:
 
 def table_peers() -> list:
     """GPT-2 124M in steps of 524,288 tokens, B 64, beside other programs."""
-    case = {"model": "d12", "B": 64, "tokens": 2**19}
+    case = {"model": "d12", "B": 64, "tokens": 2**19, "flags": ""}
     found = [("`train_gpt2.py`", speed_row("speed", case | {"script": "train_gpt2.py"}))]
     for other in unique(load("peers"), "script"):
         found.append((other["script"], speed_row("peers", case | other)))
-    found.sort(key=lambda row: row[1][0], reverse=True)
-    table = [["GPT-2 124M on one H100, B 64, 524,288 tokens a step", "tokens a second"]]
+    found.sort(key=lambda row: -int(row[1][0].split()[0].replace(",", "")))
+    machines = {row[3].split(", ")[1] for _, row in found}
+    assert len(machines) == 1, f"programs on different machines do not compare: {machines}"
+    heading = f"GPT-2 124M on one {machines.pop()}, B 64, 524,288 tokens a step"
+    table = [[heading, "tokens a second"]]
     return table + [[name, row[0]] for name, row in found]
 
 
@@ -106,26 +109,23 @@ def table_start() -> list:
     parts = ["imports", "setup and state", "validation", "step", "all"]
     table = [["caches of compiled kernels", *parts, "measured"]]
     for cache in ("full", "empty"):
-        case = {"script": "train_gpt2.py", "cache": cache}
+        case = {"script": "train_gpt2.py", "cache": cache, "flags": ""}
         cells = [median(values("start", part=part, **case), "{:.1f}") for part in parts]
         table.append([cache, *cells, source(load("start", **case))])
     return table
 
 
 def table_memory() -> list:
-    """The B that the script chooses, and the largest that fits with --recompute."""
+    """The largest B that fits, without and with --recompute."""
     rows = load("memory", unit="sequences")
     limits = [case["GiB"] for case in unique(rows, "GiB")]
-    table = [["model", *(f"{limit} GB" for limit in limits)]]
+    table = [["model", *(f"{limit} GiB" for limit in limits)]]
     for case in unique(rows, "model"):
         cells = [case["model"]]
         for limit in limits:
             case |= {"GiB": limit, "unit": "sequences"}
-            chosen = values("memory", **case, recompute=False, B="chosen")
-            largest = values("memory", **case, recompute=True, B="largest")
-            cells.append(
-                ", ".join(str(max(found, default=0) or "-") for found in (chosen, largest))
-            )
+            found = [values("memory", **case, recompute=r, B="largest") for r in (False, True)]
+            cells.append(", ".join(str(max(sizes, default=0) or "-") for sizes in found))
         table.append(cells)
     return table
 
@@ -223,7 +223,7 @@ def table_runs() -> list:
 
 
 def table_recipes() -> list:
-    """The README's three rows."""
+    """The README's rows."""
     names = {
         "adamw": "AdamW as GPT-3's paper sets it",
         "adamw_tuned": "AdamW, tuned",
