@@ -260,6 +260,7 @@ def run(argv) -> None:
             print(result, flush=True)
     if world_size > 1:
         dist.destroy_process_group()
+        os._exit(0)  # at once, as a thread of PyTorch could crash a normal exit
 
 
 def main(argv=None) -> None:
