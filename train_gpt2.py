@@ -378,7 +378,7 @@ def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
 class DataLoaderLite:
     """Serve a process its batches of (B, T) tokens. A window is T inputs and the token after
     them, the last target, which also begins the next window. Documents in a window see each other,
-    as in GPT-3. The seed alone decides the order, which is new in each epoch, of all windows."""
+    as in GPT-3. The seed alone decides the order of all windows, which is new in each epoch."""
 
     def __init__(self, split: str, B: int, config, args, run):
         self.B = B
@@ -625,7 +625,7 @@ def evaluate(model, step, loader, examples, log, run):
 
 # ---- the log, and how much of the GPU's peak speed is used --------------------------------------
 
-# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key that the name has counts
+# Peak TFLOP/s of dense 16-bit matrix products (NVIDIA). The first key found in the name counts
 PEAK_TFLOPS = {
     "B200": 2250, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
     "A100": 312, "L40S": 362, "L40": 181, "L4": 121, "A10G": 70, "V100": 125, "T4": 65,
