@@ -43,7 +43,7 @@ def draw(logs: list[Path], png: str) -> None:
         text = f"{label}: {losses[-1]:.3f}"
         panel.annotate(text, (tokens[-1], losses[-1]), color=curve.get_color(), **place)
     panel.set(xlabel="tokens read, in millions", ylabel="validation loss, nats per token")
-    panel.set(ylim=(3.3, 5.5))
+    panel.set(ylim=(3.3, 5.0))
     panel.set_xlim(0, 1.25 * panel.get_xlim()[1])  # leaves room for the names
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.3)
