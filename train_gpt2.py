@@ -228,7 +228,7 @@ class GPT(nn.Module):
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw") -> list:
         """Return a list of optimizers that together update every parameter once: AdamW, with the
-        betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add another one here."""
+        betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add others here."""
         # How a parameter is updated depends on what it does, not on its shape
         in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
         attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
@@ -274,7 +274,7 @@ class GPT(nn.Module):
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T, for x (N, C) and
     weight (padded V, C), with targets (N,) int64. It is 0 where a target is -1."""
-    # Appendix A computes the same, but faster. To change the loss, delete these two lines first
+    # Appendix A is faster. For another loss, delete two lines; choose_batch_size: logits = 16
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
@@ -338,7 +338,7 @@ def reading(what):
 
 
 def read_header(path: Path) -> tuple[int, int]:
-    """Return at which byte of a shard its tokens begin, and how many there are. They are uint16."""
+    """Return the byte of a shard where its uint16 tokens begin, and how many. No id is checked."""
     with reading(path):
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r")
@@ -789,8 +789,8 @@ def save_checkpoint(state, data: dict, args, run):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # With the same processes, B, dtype and deterministic kernels, the run continues bit for bit. In
-    # a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
+    # With the same B, dtype and processes, runs go on bit for bit, on GPUs in deterministic mode.
+    # In a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -983,7 +983,7 @@ RECIPES = {
 # and --no-flag. A default of None is decided in decide_args, or in setup_run if it depends on the
 # machine. To add a flag, add a line: its heading says when the value in a checkpoint is kept
 FLAGS = {
-    "the model: kept whenever a model is loaded": {
+    "the model: --resume refuses other values; kept whenever a model is loaded": {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
         "seq_len": (int, 0, "T: tokens in a sequence, 0: the model's context"),
     },
@@ -996,7 +996,7 @@ FLAGS = {
         "overfit_one_batch": (bool, False, "train on the first batch only, to debug"),
     },
     "the recipe: kept by evaluations and by --resume": {
-        "data_dir": (str, "edu_fineweb10B", "folder of shards"),
+        "data_dir": (str, "edu_fineweb10B", "folder of shards; --resume expects the same"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
         "warmup_steps": (int, None, "of rising rate (default: a third, at most 715, muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
@@ -1014,10 +1014,10 @@ FLAGS = {
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
         "temperature": (float, 1.0, "0: always the most likely token, or one of equals"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
-        "save_every": (int, 1000, "save every this many steps, 0: never"),
+        "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
         "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
     },
-    "the machine: kept by --resume": {
+    "the machine: kept by --resume, where auto and 0 are decided again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
         "compile": (bool, None, "use torch.compile (default: on CUDA, where Triton is there)"),
@@ -1026,7 +1026,7 @@ FLAGS = {
         "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
     },
     "what to do now: never kept": {
-        "log_dir": (str, "log", "folder for log.txt and checkpoints"),
+        "log_dir": (str, "log", "for log.txt and checkpoints: a folder that all machines see"),
         "init_from": (str, "scratch", "gpt2 ... gpt2-xl, a checkpoint, a log_dir, an HF folder"),
         "resume": (bool, False, "continue log_dir's newest checkpoint; without one, start"),
         "overwrite": (bool, False, "delete the run in log_dir first"),
@@ -1225,9 +1225,9 @@ def catch_signals(received: list):
     """Append to the list the signals that arrive: SIGTERM, from a scheduler or kill, or Ctrl-C."""
 
     def catch(signum, frame):
-        received.append(signum)
+        received.append(signum)  # print is not safe in here
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"\nsaving in a step or two; Ctrl-C ends at once\n")  # print is unsafe here
+        os.write(2, b"\nsaving in a step or two, after any evaluation; Ctrl-C ends at once\n")
 
     signal.signal(signal.SIGTERM, catch)
     signal.signal(signal.SIGINT, catch)
