@@ -274,7 +274,7 @@ class GPT(nn.Module):
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T, for x (N, C) and
     weight (padded V, C), with targets (N,) int64. It is 0 where a target is -1."""
-    # Appendix A is faster. For another loss, delete two lines; choose_batch_size: logits = 16
+    # Appendix A is faster. For another loss, delete this, and in choose_batch_size let logits be 16
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
@@ -1224,8 +1224,8 @@ def prepare(args, source, run) -> tuple:
 def catch_signals(received: list):
     """Append to the list the signals that arrive: SIGTERM, from a scheduler or kill, or Ctrl-C."""
 
-    def catch(signum, frame):
-        received.append(signum)  # print is not safe in here
+    def catch(signum, frame):  # print is not safe in here
+        received.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.write(2, b"\nsaving in a step or two, after any evaluation; Ctrl-C ends at once\n")
 
