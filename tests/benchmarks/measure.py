@@ -211,7 +211,8 @@ def measure_start(args) -> None:
         runs = Runs(folder)
         for turn in range(args.turns):
             for name, script in scripts_of(args).items():
-                for cache in ("empty", "full") if turn == 0 or args.empty else ("full",):
+                first = ("empty", "full") if turn == 0 else ("full",)
+                for cache in ("empty",) if args.empty else first:
                     kept = f"{folder}/cache-{name}"
                     if cache == "empty":
                         shutil.rmtree(kept, ignore_errors=True)
@@ -521,7 +522,7 @@ def main() -> None:
             )
             add("--jobs", type=int, default=1, help="runs on the CPU at a time, a thread each")
         if name == "start":
-            add("--empty", action="store_true", help="empty caches in every turn, not in the first")
+            add("--empty", action="store_true", help="with empty caches only")
         if name == "memory":
             add("--models", nargs="*", default=["d12", "d24", "d36", "d48"])
             add("--limits", type=int, nargs="*", default=[16, 24, 40, 80], help="in GiB")
