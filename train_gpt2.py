@@ -59,8 +59,8 @@ except ImportError:
 
 # ---- the model ----------------------------------------------------------------------------------
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). Names are llm.c's. GPT-2
-# came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
+# name: (layers, heads, channels, context in tokens, peak learning rate). But for tiny, names are
+# llm.c's. GPT-2 came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),  # for a CPU
     "d6": (6, 6, 384, 1024, 6e-4),  # 30M parameters
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
         # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # A tied matrix has two names, of which the last one in the alphabet counts
+        # A tied matrix has two names. Its numbers come from the last one in the alphabet
         names = {p: name for name, p in sorted(self.named_parameters(remove_duplicate=False))}
         for p, name in names.items():
             layer = self.get_submodule(name.rpartition(".")[0])
@@ -199,7 +199,7 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the float32 logits (B, T, V) of the next tokens, given idx (B, T) int64. With
         targets (B, T) int64, return the cross entropy of every token in nats instead, (B, T)
-        float32. It is 0 where the target is -1; new weights give ln V = 10.8 and a little more."""
+        float32. It is 0 where the target is -1; new weights give about ln V, 10.8."""
         pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         # What a token is and where it stands are added up in the same C channels
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
@@ -227,8 +227,8 @@ class GPT(nn.Module):
         return model.eval()
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw") -> list:
-        """Return a list of optimizers that together update every parameter once: AdamW, with the
-        betas and eps of the GPT-3 paper, or for "muon" Muon and AdamW. Add others here."""
+        """Return optimizers that together update every parameter once: AdamW, with GPT-3's betas
+        and eps, or Muon and AdamW. Add others here: a group's rate is lr times its lr_share."""
         # How a parameter is updated depends on what it does, not on its shape
         in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
         attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
@@ -260,7 +260,7 @@ class GPT(nn.Module):
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
             # Projections write into one residual stream, where updates and rounding errors add up.
-            # With a smaller rate for them and for vectors, repeated runs end closer together
+            # A smaller rate for them and for vectors lets repeated runs end closer together
             share = {"lr_share": 1 / self.config.n_layer}
             small = {"params": vectors, "weight_decay": 0.0} | share
             groups = [group for group in (decay, no_decay, small) if group["params"]]
@@ -274,7 +274,7 @@ class GPT(nn.Module):
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T, for x (N, C) and
     weight (padded V, C), with targets (N,) int64. It is 0 where a target is -1."""
-    # Appendix A is faster. For another loss, delete this, and in choose_batch_size let logits be 16
+    # Appendix A is faster. For another loss, delete this `if`; in choose_batch_size, logits = 16
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
@@ -306,8 +306,8 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
 
 @lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the tokenizer: "gpt2", or one that fineweb.py knows. GPT-2's is downloaded once."""
-    with reading(f"the tokenizer {name} (TIKTOKEN_CACHE_DIR names a folder of downloaded ones)"):
+    """Return a tokenizer: GPT-2's, downloaded once, or fineweb.py's. Ids are below 65,536."""
+    with loading(f"the tokenizer {name} (TIKTOKEN_CACHE_DIR names a folder of downloaded ones)"):
         if name == "gpt2":
             return tiktoken.get_encoding("gpt2")
         import fineweb
@@ -329,7 +329,7 @@ def require(condition: bool, message: str):
 
 
 @contextmanager
-def reading(what):
+def loading(what):
     """Raise UserError, which names `what`, a path or a description, if it cannot be loaded."""
     try:
         yield
@@ -339,7 +339,7 @@ def reading(what):
 
 def read_header(path: Path) -> tuple[int, int]:
     """Return the byte of a shard where its uint16 tokens begin, and how many. No id is checked."""
-    with reading(path):
+    with loading(path):
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r")
         else:
@@ -359,7 +359,7 @@ def read_meta(data_dir: str) -> dict:
     meta = {}
     paths = sorted(Path(data_dir).glob("meta[.-]*json"))
     for path in paths:
-        with reading(path):
+        with loading(path):
             meta = json.loads(path.read_text())
         is_done = meta.get("progress", {"done": True})["done"]
         require(is_done, f"{path} is not finished: run its fineweb.py command again")
@@ -408,9 +408,9 @@ class DataLoaderLite:
         for start in windows[:: self.B * self.run.world_size]:
             mine = start + self.run.rank * self.B  # this process's first window
             rows = np.stack([self.get_window(min(mine + i, windows[-1])) for i in range(self.B)])
-            # uint16 saves disk space, but embeddings and cross_entropy need int64
+            # uint16 saves disk space, but cross_entropy needs int64
             rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
-            x = rows[:, :-1].clone()
+            x = rows[:, :-1].clone()  # y is written to below
             y = rows[:, 1:].contiguous()  # the target of each token is the token after it
             y[max(0, windows.stop - mine) :] = -1
             if device.type == "cuda":
@@ -554,7 +554,7 @@ def setup_run(args) -> Run:
     # high: TF32 in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     # In PyTorch 2.11, the key of the cache of compiled graphs lacks autocast's dtype: a run in
-    # bfloat16 could be given a graph for float16, and not learn
+    # bfloat16 could be given float16's graph, and would not learn
     torch.compiler.config.cache_key_tag = dtype
     # Compilation fuses small operations into few kernels, which saves memory traffic
     compile = args.compile
@@ -580,9 +580,8 @@ def validate(model, loader, tokens: int, run) -> float:
     for x, y in loader.batches(range(windows)):
         with run.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y).sum())
-    # The sum is taken in float64, and on the CPU, because an MPS device has no float64
-    total = torch.stack(sums).cpu().double().sum().float().to(run.device)
-    return run.mean(total).item() * run.world_size / (windows * loader.T)
+    total = torch.stack(sums).cpu().double().sum().item()  # on the CPU: MPS has no float64
+    return sum(run.gather(total)) / (windows * loader.T)
 
 
 def print_samples(model, args, run):
@@ -615,7 +614,7 @@ def evaluate(model, step, loader, examples, log, run):
 
         with run.eager():
             score = hellaswag.score(model, examples, run.device, run.rank, run.world_size)
-        hella = f"{score.acc_norm / score.n:.4f}"  # as build-nanogpt counts it
+        hella = f"{score.acc_norm / score.n:.4f}"  # build-nanogpt's way, see hellaswag.py
         log.record(step, f"HellaSwag: {hella}", hella=hella)
     is_new = step == 0 and args.init_from == "scratch"  # samples of new weights are noise
     if is_due(step, args.sample_every, args) and not is_new:
@@ -720,7 +719,7 @@ class Log:
             dt = end - begin
         loss, norm, stop, skipped = results.tolist()
         self.must_stop |= stop > 0
-        self.skipped = skipped * (self.skipped + 1)
+        self.skipped = self.skipped + 1 if skipped else 0
         values = {"train": f"{loss:.6f}", "lr": f"{lr:.4e}", "norm": f"{norm:.4f}"}
         values["dt"] = f"{1000 * dt:.2f}"  # milliseconds
         line = "loss: {train} | lr {lr} | norm: {norm} | dt: {dt}ms".format(**values)
@@ -735,12 +734,12 @@ class Log:
         line += f" | {timedelta(seconds=left)} left"  # hours, minutes and seconds
         self.record(step, line, **values)
         # 20, because float16's scaler may need 16 skipped updates to halve 2**16 to 1
-        require(self.skipped < 20, "20 updates in a row were skipped: resume with a lower --max_lr")
+        require(self.skipped < 20, "20 updates in a row were not finite: try a lower --max_lr")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # no copies on a CPU
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on a CPU: no copies
 
 
 @contextmanager
@@ -789,8 +788,8 @@ def save_checkpoint(state, data: dict, args, run):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # With the same B, dtype and processes, runs go on bit for bit, on GPUs in deterministic mode.
-    # In a fork with dropout, begin steps by torch.manual_seed(hash((args.seed, step, run.rank)))
+    # With the same B, dtype and processes, runs go on bit for bit, on one GPU with PyTorch's
+    # use_deterministic_algorithms. With dropout, let seed, step and rank seed each step
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -809,14 +808,14 @@ def restore_state(state, saved: dict):
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
     missing = model.state_dict().keys() - weights.keys()  # dcp would leave these unset
-    require(not missing, f"these weights are another model's: they lack {missing}")
-    with reading(f"a {type(model).__name__} with these weights"):
+    require(not missing, f"these weights are another model's: they lack {sorted(missing)[:3]}")
+    with loading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
 
 
 def load_checkpoint(path: Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU."""
-    with reading(path):
+    with loading(path):
         # weights_only: no code in the file is executed
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     is_ours = isinstance(saved, dict) and saved.keys() >= {"model", "config", "args"}
@@ -959,6 +958,7 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
+    if args.max_steps > 0 and args.save_every > 0:  # another seed, for other texts than before
         print0(f"next: python {Path(__file__).name} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
@@ -1000,7 +1000,7 @@ FLAGS = {
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
         "warmup_steps": (int, None, "of rising rate (default: a third, at most 715, muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
-        "final_lr_frac": (float, 0.1, "where the decay would end, as a share of max_lr (muon: 0)"),
+        "final_lr_frac": (float, 0.1, "the final rate, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
@@ -1012,7 +1012,7 @@ FLAGS = {
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
-        "temperature": (float, 1.0, "0: always the most likely token, or one of equals"),
+        "temperature": (float, 1.0, "0: always the most likely token"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
         "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
         "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
@@ -1201,7 +1201,7 @@ def prepare(args, source, run) -> tuple:
         import hellaswag
 
         path = hellaswag.fetch()
-        with reading(path):  # of longer rows, the end is kept
+        with loading(path):  # of longer rows, the end is kept
             examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
     if run.rank == 0:
         run.gather()
@@ -1246,7 +1246,7 @@ def main(argv=None):
         status = train(args, run, *prepared)
         if run.world_size > 1:
             dist.destroy_process_group()
-    except (UserError, ConnectionError) as error:
+    except (UserError, ConnectionError) as error:  # the latter from hellaswag.py
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -1357,7 +1357,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Update every matrix, those of the same shape together."""
-        # Where found_inf is 1, nothing changes: each gradient counts as its average, the rate is 0
+        # Where found_inf is 1, nothing changes: averages stand in for gradients, and the rate is 0
         for group in self.param_groups:
             rate = group["lr"] * (1 - self.found_inf)
             for shape in sorted({p.shape for p in group["params"]}):
@@ -1437,12 +1437,12 @@ def load_hf(name: str) -> dict:
     """Return what load_source does for a GPT-2 of transformers: a folder, or a name on the hub."""
     from transformers import AutoConfig, GPT2LMHeadModel  # training does not need transformers
 
-    with reading(name):
+    with loading(name):
         c = AutoConfig.from_pretrained(name)  # reads config.json, which names no tokenizer
     tokenizer = {50257: "gpt2", 257: "bytes"}.get(c.vocab_size)
     found = f"{name} is a {c.model_type} model with {c.vocab_size} tokens"
     require(c.model_type == "gpt2" and tokenizer, f"{found}, expected gpt2 with 50257 or 257")
-    with reading(name):
+    with loading(name):
         theirs = GPT2LMHeadModel.from_pretrained(name)
     shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
     ours = GPT(GPTConfig(*shape, c.vocab_size, tokenizer, eot=c.vocab_size - 1), seed=None)

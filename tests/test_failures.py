@@ -84,7 +84,7 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, monkeypat
     good = (0, 1, 21, 41)
     break_losses(monkeypatch, lambda n, losses: losses if n in good else losses * math.nan)
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 99, "--save_every", 30]
-    message = "20 updates in a row were skipped: resume with a lower --max_lr"
+    message = "20 updates in a row were not finite: try a lower --max_lr"
     assert refused(capsys, message, *flags, "--val_every", 0)
     assert list(read_log(tmp_path)["train"]) == list(range(42 + 20)) and steps(tmp_path) == [30, 60]
     assert all(p.isfinite().all() for p in load(tmp_path, 60)["model"].values())
@@ -263,7 +263,7 @@ def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, capsy
         ({"state_dict": {}}, "other.pt is not a checkpoint of this script"),
         (torch.zeros(3), "other.pt is not a checkpoint of this script"),
         (saved | {"config": saved["config"] | {"rotary": 1}}, "has a model with ['rotary']"),
-        (saved | {"model": {}}, "these weights are another model's: they lack {"),
+        (saved | {"model": {}}, "these weights are another model's: they lack ["),
         (saved | {"model": saved["model"] | {"x": torch.ones(1)}}, "a GPT with these weights"),
     ):
         torch.save(content, old / "other.pt")
