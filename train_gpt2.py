@@ -59,7 +59,7 @@ except ImportError:
 
 # ---- the model ----------------------------------------------------------------------------------
 
-# name: (layers, heads, channels, context in tokens, peak learning rate). But for tiny, names are
+# name: (layers, heads, channels, context in tokens, peak learning rate). Except tiny, names are
 # llm.c's. GPT-2 came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
 SIZES = {
     "tiny": (4, 4, 128, 256, 6e-4),  # for a CPU
@@ -77,7 +77,7 @@ SIZES = {
 @dataclass
 class GPTConfig:
     """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M.
-    Checkpoints hold it. A flag that is added with the name of a field sets that field."""
+    Checkpoints hold it. A new flag that has the name of a field sets this field."""
 
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads of a block
@@ -178,7 +178,7 @@ class GPT(nn.Module):
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
         # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # A tied matrix has two names. Its numbers come from the last one in the alphabet
+        # A tied matrix has two names. The later in the alphabet counts: wte's, tied or not
         names = {p: name for name, p in sorted(self.named_parameters(remove_duplicate=False))}
         for p, name in names.items():
             layer = self.get_submodule(name.rpartition(".")[0])
@@ -233,6 +233,8 @@ class GPT(nn.Module):
         in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
         attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
+            if not p.requires_grad:  # frozen in a fork
+                continue
             layer = self.get_submodule(name.rpartition(".")[0])
             if name.endswith(".bias") or isinstance(layer, nn.LayerNorm | nn.RMSNorm):
                 vectors.append(p)
@@ -246,16 +248,16 @@ class GPT(nn.Module):
                 attention.append(p)  # q, k and v, three matrices in one
             else:
                 hidden.append(p)
-        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # and PyTorch's eps, 1e-8
+        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # averages of 10 and 20 gradients
         # Fused: one pass does the whole update. (Apple's ignores found_inf, see update_weights)
-        settings["fused"] = vectors[0].device.type != "mps"
+        settings["fused"] = self.lm_head.weight.device.type != "mps"
         # Matrices and embeddings decay, which keeps them small. Biases and LayerNorms do not:
         # decay would pull the scales of LayerNorms away from 1
         decay = {"params": embeddings, "weight_decay": weight_decay}
         no_decay = {"params": others, "weight_decay": 0.0}
         if optimizer == "adamw":
-            decay["params"] += attention + hidden + projections
-            no_decay["params"] += vectors
+            decay["params"] = embeddings + attention + hidden + projections
+            no_decay["params"] = others + vectors
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
@@ -420,7 +422,7 @@ class DataLoaderLite:
             yield x.to(device), y.to(device)
 
     def get_window(self, number: int) -> np.ndarray:
-        """Return window `number` of the run, (T + 1,) uint16."""
+        """Return window `number` of the run, (T + 1,) uint16. There is no position to save."""
         epoch, i = divmod(number, self.windows)  # a batch may reach into the next epoch
         if self.seed is not None:
             i = int(window_order(self.windows, self.seed, epoch)[i])
@@ -551,7 +553,7 @@ def setup_run(args) -> Run:
     if dtype == "auto":
         dtype = "float16" if capability >= (7, 0) else "float32"
         dtype = "bfloat16" if capability >= (8, 0) else dtype
-    # high: TF32 in float32 matrix products
+    # high: TF32, with 10 bits of mantissa, in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     # In PyTorch 2.11, the key of the cache of compiled graphs lacks autocast's dtype: a run in
     # bfloat16 could be given float16's graph, and would not learn
@@ -574,8 +576,7 @@ def setup_run(args) -> Run:
 @torch.no_grad()
 def validate(model, loader, tokens: int, run) -> float:
     """Return the mean loss in nats per token over the split's first `tokens // T` windows."""
-    # at least one and at most all, the same for every B and number of processes
-    windows = min(max(1, tokens // loader.T), loader.windows)
+    windows = min(max(1, tokens // loader.T), loader.windows)  # at least one, at most all
     sums = []
     for x, y in loader.batches(range(windows)):
         with run.autocast():  # the shapes never change, so the model is compiled for them once
@@ -589,7 +590,7 @@ def print_samples(model, args, run):
     tokenizer = get_tokenizer(model.config.tokenizer)
     # An empty prompt is <|endoftext|> alone, with which every document begins
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [model.config.eot]
-    tokens = torch.tensor([prompt] * args.num_samples, device=run.device)  # (num_samples, T)
+    tokens = torch.tensor([prompt], device=run.device).repeat(args.num_samples, 1)
     with run.eager():
         rows = generate(model, tokens, args)[:, len(prompt) :].tolist()
     for i, row in enumerate(rows):
@@ -598,7 +599,7 @@ def print_samples(model, args, run):
 
 
 def is_due(step, every, args) -> bool:
-    """Return whether a task is due that is done each `every` steps (0: never) and at the end."""
+    """Return whether a task of each `every` steps (0: never), and of the last step, is due."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
@@ -653,7 +654,7 @@ def list_checkpoints(log_dir) -> list:
 
 
 class Log:
-    """log.txt and the console. A record of log.txt is a line: step, stream, value."""
+    """The console and log.txt. A line of it is: step, stream (val, hella, train, lr ...), value."""
 
     def __init__(self, state, args, run):
         self.args = args
@@ -676,7 +677,7 @@ class Log:
         V = state.model.config.vocab_size
         records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
         if state.step > 0 and path.exists():  # keep what is older than the checkpoint
-            lines = re.findall(r"^\d+ \w+ \S+\n", path.read_text(), re.MULTILINE)
+            lines = re.findall(r"^\d+ \S+ \S+\n", path.read_text(), re.MULTILINE)
             records = [line for line in lines if int(line.split()[0]) < state.step]
         with atomic_write(path) as file:
             file.write("".join(records).encode())
@@ -696,7 +697,7 @@ class Log:
                 self.file.write(f"{step} {stream} {value}\n")
 
     def update(self, step: int, lr: float, results: Tensor):
-        """Take a step's results, (4,) float32: loss, gradient norm, and flags to stop and skip."""
+        """Take a step's results, (4,) float32: loss, norm, whether to stop, and whether to skip."""
         # They are read a step late. A GPU that waited for Python would lose 2 ms a step
         results = results.to("cpu", non_blocking=self.is_async)
         end = self.mark()
@@ -739,7 +740,7 @@ class Log:
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # on a CPU: no copies
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # a CPU copies nothing
 
 
 @contextmanager
@@ -789,7 +790,7 @@ def save_checkpoint(state, data: dict, args, run):
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
     # With the same B, dtype and processes, runs go on bit for bit, on one GPU with PyTorch's
-    # use_deterministic_algorithms. With dropout, let seed, step and rank seed each step
+    # use_deterministic_algorithms. With dropout, seed each step by seed, step and rank
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -829,8 +830,7 @@ def load_source(name: str) -> dict:
     """Return what --init_from names: "config", "model" (the weights) and "args" (the flags)."""
     if name in HUGGING_FACE or Path(name, "config.json").is_file():
         return load_hf(name)
-    checkpoints = list_checkpoints(name)  # a log_dir stands for its newest one
-    path = checkpoints[-1] if checkpoints else Path(name)
+    path = [Path(name), *list_checkpoints(name)][-1]  # a log_dir stands for its newest one
     expected = f"expected a checkpoint, a log_dir, transformers' folder or {HUGGING_FACE}"
     require(path.is_file(), f"--init_from {name}: {expected}")
     return load_checkpoint(path)
@@ -936,7 +936,7 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
             state.scaler.scale(loss).backward()
             loss_sum += loss.detach()
 
-        # 2. Clip the gradient's norm, as one bad batch could throw the weights far off
+        # 2. Clip the gradient (`norm` is from before), as one bad batch could throw the weights off
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
         norm = whole(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
@@ -1015,7 +1015,7 @@ FLAGS = {
         "temperature": (float, 1.0, "0: always the most likely token"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
         "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
-        "keep": (int, 2, "how many of the newest checkpoints to keep, 0: all"),
+        "keep": (int, 2, "newest checkpoints to keep, of 12 bytes a parameter (muon: 9), 0: all"),
     },
     "the machine: kept by --resume, where auto and 0 are decided again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),

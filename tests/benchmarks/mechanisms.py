@@ -28,7 +28,7 @@ SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
 SCORES = (
     "(q @ k.mT / hs**0.5).masked_fill(torch.ones(T, T, device=x.device).triu(1) > 0, -math.inf)"
 )
-FUSED = 'settings["fused"] = vectors[0].device.type != "mps"'
+FUSED = 'settings["fused"] = self.lm_head.weight.device.type != "mps"'
 OWN_MUON = "Muon(groups, lr=learning_rate, weight_decay=weight_decay)"
 THEIRS = f"torch.optim.{OWN_MUON[:-1]}, momentum=0.9, adjust_lr_fn='match_rms_adamw')"
 TIE = "self.lm_head.weight = self.transformer.wte.weight"
