@@ -524,7 +524,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2, for pydocs bytes)")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens a chunk (default %(default)s)")
-    add("--val_tokens", type=int, help="validation tokens at most (default a chunk's)")
+    add("--val_tokens", type=int, help="at most (default a chunk's, or max_tokens / 10)")
     add("--val_share", type=float, help="of the tokens (default 0.1; FineWeb: 1, they come first)")
     add("--max_tokens", type=int, help="stop after this many, with --part in each part")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")

@@ -1,4 +1,4 @@
-"""Promise 6, and what other failures do: they end the program, and damage nothing on the disk."""
+"""Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import io
 import math
@@ -28,7 +28,7 @@ def refused(capsys, message: str, *flags) -> bool:
     return (status, err.count("\n")) == (2, 1) and message in err
 
 
-# ---- promise 6: what is not finite never reaches the weights
+# ---- promise 5: what is not finite never reaches the weights
 
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing

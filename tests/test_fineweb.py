@@ -1,4 +1,4 @@
-"""fineweb.py: exact shards from any documents, whatever interrupts the work (promise 7)."""
+"""fineweb.py: exact shards from any documents, whatever interrupts the work."""
 
 import gzip
 import hashlib
@@ -97,7 +97,7 @@ def to_tokens(texts: list[str]) -> list[int]:
     return [token for text in texts for token in (256, *text.encode())]
 
 
-# Promise 7: the shards depend on documents and options alone, not on workers or kills; changed
+# The shards depend on documents and options alone, not on workers or kills; changed
 # inputs or options never mix into one dataset; no file has its final name before it is whole
 
 TEXTS = [*random_texts(60, 900), "a long one " * 2000, *random_texts(60, 900, seed=1)]

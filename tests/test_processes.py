@@ -1,4 +1,4 @@
-"""Promise 5: one process, two with a copy of the model each (DDP), and two that share its weights
+"""Promise 2: one process, two with a copy of the model each (DDP), and two that share its weights
 (--zero) compute the same run, to rounding, and continue each other's checkpoints."""
 
 import json

@@ -226,7 +226,7 @@ def table_runs() -> list:
 def table_recipes() -> list:
     """The README's rows."""
     names = {
-        "adamw": "AdamW as GPT-3's paper sets it",
+        "adamw": "AdamW with GPT-3's settings",
         "adamw_tuned": "AdamW, tuned",
         "muon": "Muon",
     }
@@ -258,15 +258,17 @@ def fill(page: str) -> str:
 
 
 def ages() -> list[str]:
-    """Return for each file of rows how many commits ago the script of its newest row was changed."""
+    """Return for each file of rows how many commits ago the script of its newest rows was changed."""
     lines = []
     for path in sorted((HERE / "results").glob("*.jsonl")):
-        commit = json.loads(path.read_text().splitlines()[-1])["commit"]
         script = "fineweb.py" if path.stem == "tokenize" else "train_gpt2.py"
-        count = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", script]
-        done = subprocess.run(count, capture_output=True, text=True)
-        age = done.stdout.strip() or "unknown"
-        lines.append(f"{path.stem}: {commit}, {age} commits of {script} ago")
+        rows = [row for row in load(path.stem) if row["case"].get("script", script) == script]
+        newest_of = {row["unit"]: row["commit"] for row in rows}
+        for commit in dict.fromkeys(newest_of.values()):
+            count = ["git", "-C", str(ROOT), "rev-list", "--count", f"{commit}..HEAD", "--", script]
+            done = subprocess.run(count, capture_output=True, text=True)
+            age = done.stdout.strip() or "unknown"
+            lines.append(f"{path.stem}: {commit}, {age} commits of {script} ago")
     return lines
 
 
