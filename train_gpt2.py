@@ -30,7 +30,7 @@ import time
 from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -400,8 +400,7 @@ class DataLoaderLite:
         windows = [max(0, n - 1) // self.T for _, _, n in self.shards]
         self.firsts = np.cumsum([0, *windows])  # the number of windows before each shard
         self.windows = int(self.firsts[-1])  # in an epoch
-        found = f"no {split} shard has {self.T + 1} tokens: lower --seq_len, or add text"
-        require(self.windows > 0, found)
+        require(self.windows > 0, f"no {split} shard has {self.T + 1} tokens: lower --seq_len")
 
     def batches(self, windows: range) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's batches of these windows: inputs and targets, (B, T) int64 each, on
@@ -468,7 +467,10 @@ def get_lr(step: int, args) -> float:
 def print0(line):
     """Print a line, at once, from the first process only."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # `| tee` has ended, perhaps by the same Ctrl-C: print to nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @dataclass(frozen=True)
@@ -1212,8 +1214,7 @@ def prepare(args, source, run) -> tuple:
     if args.val_every > 0:
         val_loader = DataLoaderLite("val", B, config, args, run)
     if args.resume:
-        found = f"--resume: {args.data_dir} has other shards"
-        require(train_loader.lengths == source["data"], found)
+        require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
     steps = run.gather(source["step"] if args.resume else 0)  # each machine may have its own disk
     require(len(set(steps)) == 1, f"the processes have found checkpoints of the steps {steps}")
     state = make_state(config, source, args, run)
@@ -1227,7 +1228,8 @@ def catch_signals(received: list):
     def catch(signum, frame):  # print is not safe in here
         received.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.write(2, b"\nsaving in a step or two, after any evaluation; Ctrl-C ends at once\n")
+        with suppress(BrokenPipeError):
+            os.write(2, b"\nsaving in a step or two, after any evaluation; Ctrl-C ends at once\n")
 
     signal.signal(signal.SIGTERM, catch)
     signal.signal(signal.SIGINT, catch)
@@ -1250,8 +1252,7 @@ def main(argv=None):
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        # At once: after a mistake, the others may wait for this process until torchrun ends them.
-        # After a run, a thread of PyTorch could crash a normal exit
+        # At once: after a mistake the others may wait, and a thread of PyTorch may crash an exit
         os._exit(status)
     sys.exit(status)
 
@@ -1464,8 +1465,7 @@ def export_hf(model, folder):
     shape |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
     theirs = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=c.eot, eos_token_id=c.eot))
     load_weights(theirs, change_layout(model.state_dict(), c.vocab_size))
-    found = "this model is not a GPT-2: transformers does not compute its logits and losses"
-    require(same_outputs(model, theirs), found)
+    require(same_outputs(model, theirs), "not a GPT-2: its logits or losses differ in transformers")
     theirs.save_pretrained(folder)  # config.json and model.safetensors
     export_tokenizer(c, folder)
     print0(f"wrote {folder} for transformers")
