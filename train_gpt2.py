@@ -960,8 +960,8 @@ def train(args, run, state, train_loader, val_loader, examples) -> int:
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
-    if args.max_steps > 0 and args.save_every > 0:  # another seed, for other texts than before
-        print0(f"next: python {Path(__file__).name} --sample --init_from {args.log_dir} --seed 1")
+        if args.save_every > 0:  # another seed, for other texts than before
+            print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
 
@@ -1002,7 +1002,7 @@ FLAGS = {
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
         "warmup_steps": (int, None, "of rising rate (default: a third, at most 715, muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
-        "final_lr_frac": (float, 0.1, "the final rate, as a share of max_lr (muon: 0)"),
+        "final_lr_frac": (float, 0.1, "rate where the decay ends, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
@@ -1351,7 +1351,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, defaults)
+        super().__init__([group for group in params if group["params"]], defaults)
         self._step_supports_amp_scaling = True  # step reads found_inf
         self.found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
 
@@ -1374,7 +1374,7 @@ class Muon(torch.optim.Optimizer):
 
     def average_gradient(self, p: Tensor, momentum: float) -> Tensor:
         """Add p's gradient to its running average, and return the direction of the step."""
-        if p not in self.state:
+        if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
         gradient = torch.where(self.found_inf > 0, average, p.grad)

@@ -198,15 +198,14 @@ def test_a_schedule_warms_up_and_decays(name):
 def test_every_parameter_has_one_optimizer(optimizer):
     """Matrices and embeddings decay, and nothing else does. Muon gets the matrices of blocks, and
     then projections, biases and LayerNorms have 1 / n_layer of the rate. What a fork adds is judged
-    by what it does: a block outside of h, a head, a gate, a 2-D bias, a layer of 3 C rows. What is
-    frozen gets none."""
+    by what it does: a block outside of h, a head, a gate, a 2-D bias, a layer of 3 C rows."""
     model = GPT(SMALL)
     model.extra = train_gpt2.Block(SMALL)
     model.extra.mlp.c_fc = torch.nn.Linear(32, 96)
     model.head = torch.nn.Linear(32, 384, bias=False)
     model.gate = torch.nn.Parameter(torch.ones(2))
     model.position_bias = torch.nn.Parameter(torch.ones(2, 16))
-    model.transformer.h[0].requires_grad_(False)
+    model.transformer.h[0].requires_grad_(False)  # what is frozen gets none
     optimizers = model.configure_optimizers(0.3, 6e-4, optimizer)
     names = {id(p): name for name, p in model.named_parameters() if "h.0." not in name}
     updated = []
@@ -226,6 +225,8 @@ def test_every_parameter_has_one_optimizer(optimizer):
             assert group.get("lr_share", 1) == share, updated[-1]
             assert ("rows" in group) == (in_muon and "c_attn" in layer)
     assert sorted(updated) == sorted(names.values())
+    model.requires_grad_(False).transformer.h[1].mlp.c_fc.requires_grad_()
+    assert model.configure_optimizers(0.3, 6e-4, optimizer), "no empty list of parameters"
 
 
 def newton_schulz(matrix):
