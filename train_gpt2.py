@@ -742,7 +742,7 @@ class Log:
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # a CPU copies nothing
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # no copies on a CPU
 
 
 @contextmanager
@@ -792,7 +792,7 @@ def save_checkpoint(state, data: dict, args, run):
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
     # With the same B, dtype and processes, runs go on bit for bit, on one GPU with PyTorch's
-    # use_deterministic_algorithms. With dropout, seed each step by seed, step and rank
+    # use_deterministic_algorithms. With dropout, a step's seed is made of seed, step, rank
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
