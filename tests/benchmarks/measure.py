@@ -41,7 +41,6 @@ from mechanisms import ROWS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SEEDS = (1337, 2, 3)
 NEVER = "--val_every 0 --hellaswag_every 0 --sample_every 0 --save_every 0"
 
 
@@ -274,10 +273,8 @@ def measure_price(args) -> None:
     value is a pair: with the mechanism, and without it."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
-    subprocess.run(
-        [sys.executable, ROOT / "fineweb.py", "--dataset", "pydocs", "--out", ROOT / "pydocs"],
-        check=True,
-    )
+    make = ["fineweb.py", "--dataset", "pydocs", "--out", "pydocs"]
+    subprocess.run([sys.executable, *make], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(folder)
         timed = f"--data_dir {folder} {NEVER} --batch_size 16 --total_batch_size 65536"
@@ -300,7 +297,7 @@ def measure_price(args) -> None:
                 if row.measures != "loss" and torch.cuda.is_available():
                     flags.append((None, timed))
                 if row.measures != "speed":
-                    flags += [(seed, f"{learns} --seed {seed}") for seed in SEEDS]
+                    flags += [(seed, f"{learns} --seed {seed}") for seed in args.seeds]
                 for seed, always in flags:
                     plain = start(f"{always} {row.base}")
                     started.append(
@@ -520,6 +517,7 @@ def main() -> None:
                 default=[""],
                 help="mechanisms whose names contain one of these",
             )
+            add("--seeds", type=int, nargs="*", default=[1337, 2, 3], help="none: time only")
             add("--jobs", type=int, default=1, help="runs on the CPU at a time, a thread each")
         if name == "start":
             add("--empty", action="store_true", help="with empty caches only")

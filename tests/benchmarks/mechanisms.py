@@ -97,7 +97,7 @@ ROWS = [
     Row(
         "pinned memory",
         [("# Only from pinned", "y = y.pin_memory()")],
-        edits=(("x = x.pin_memory()", "pass"), ("y = y.pin_memory()", "pass")),
+        edits=(("x.pin_memory()", "x"), ("y.pin_memory()", "y")),
     ),
     Row(
         "recompute",
