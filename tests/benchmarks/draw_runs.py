@@ -10,12 +10,13 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
-# name of a log, without .log.txt: (label, color, line style, side of the label)
+# name of a log, without .log.txt: (label, line style, side of the label). The colors are
+# Matplotlib's in this order, as in play.ipynb
 STYLES = {
-    "adamw": ("AdamW as in GPT-3's paper", "tab:gray", "-", 1),
-    "adamw_tuned": ("AdamW, tuned", "tab:blue", "-", 1),
-    "muon": ("Muon", "tab:red", "-", 1),
-    "muon_500": ("Muon, half of the steps", "tab:red", "--", -1),
+    "adamw": ("AdamW as in GPT-3's paper", "-", 1),
+    "adamw_tuned": ("AdamW, tuned", "-", 1),
+    "muon": ("Muon", "-", 1),
+    "muon_500": ("Muon, half of the steps", "--", -1),
 }
 
 
@@ -32,12 +33,11 @@ def draw(logs: list[Path], png: str) -> None:
     figure, panel = plt.subplots(figsize=(9, 4), layout="constrained")
     for log in logs:
         name = log.name.removesuffix(".log.txt").replace("log.txt", log.parent.name)
-        label, color, line, side = STYLES.get(name, (name, None, "-", 1))
+        label, line, side = STYLES.get(name, (name, "-", 1))
         streams = read_log(log)
         tokens = [step * streams["total_batch_size"][0] / 1e6 for step in streams["val"]]
         losses = list(streams["val"].values())
-        style = {"color": color, "linestyle": line, "marker": "o", "markevery": [-1]}
-        (curve,) = panel.plot(tokens, losses, **style)
+        (curve,) = panel.plot(tokens, losses, line, marker="o", markevery=[-1])
         place = {"xytext": (8 * side, 0), "textcoords": "offset points", "va": "center"}
         place["ha"] = "left" if side > 0 else "right"
         text = f"{label}: {losses[-1]:.3f}"

@@ -154,18 +154,20 @@ def spread(numbers: list, form: str) -> str:
 
 
 def table_scaling() -> list:
-    """Several GPUs beside one."""
+    """Several GPUs beside one of the same machine."""
     table = [
         ["GPUs", "flags", "tokens a step", "ms a step", "tokens a second", "of linear", "measured"]
     ]
-    for case in unique(load("scaling"), "GPUs", "tokens", "flags"):
-        ms = values("scaling", **case)
-        one = values("scaling", GPUs=1, tokens=2**19, flags="")
-        linear = statistics.median(one) * case["tokens"] / 2**19 / case["GPUs"]
-        cells = [case["GPUs"], f"`{case['flags']}`" if case["flags"] else "", f"{case['tokens']:,}"]
-        cells += [median(ms, "{:.1f}"), f"{1000 * case['tokens'] / statistics.median(ms):,.0f}"]
-        share = f"{100 * linear / statistics.median(ms):.0f}%"
-        table.append([*cells, share, source(newest(load("scaling", **case)))])
+    for machine in dict.fromkeys(row["machine"] for row in load("scaling")):
+        rows = [row for row in load("scaling") if row["machine"] == machine]
+        one = [row["value"] for row in rows if row["case"]["GPUs"] == 1]
+        for case in sorted(unique(rows, "GPUs", "tokens", "flags"), key=lambda case: case["GPUs"]):
+            ms = [row["value"] for row in rows if case.items() <= row["case"].items()]
+            linear = statistics.median(one) * case["tokens"] / 2**19 / case["GPUs"]
+            flags = f"`{case['flags']}`" if case["flags"] else ""
+            cells = [case["GPUs"], flags, f"{case['tokens']:,}", median(ms, "{:.1f}")]
+            cells.append(f"{1000 * case['tokens'] / statistics.median(ms):,.0f}")
+            table.append([*cells, f"{100 * linear / statistics.median(ms):.0f}%", source(rows)])
     return table
 
 
