@@ -37,7 +37,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
-from mechanisms import ROWS
+from mechanisms import ROWS, change
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -86,14 +86,6 @@ class Results:
 
 
 # ---- a run --------------------------------------------------------------------------------------
-
-
-def change(script: str, edits) -> str:
-    """Return the script with other texts: (old, new) pairs, of which each old one occurs once."""
-    for old, new in edits:
-        assert script.count(old) == 1, f"the script has {script.count(old)} times {old}"
-        script = script.replace(old, new)
-    return script
 
 
 PEAK = """import atexit

@@ -196,6 +196,14 @@ ROWS = [
 ]
 
 
+def change(script: str, edits) -> str:
+    """Return the script with other texts: (old, new) pairs, of which each old one occurs once."""
+    for old, new in edits:
+        assert script.count(old) == 1, f"the script has {script.count(old)} times {old}"
+        script = script.replace(old, new)
+    return script
+
+
 def count_lines(spans) -> int:
     """Return how many lines of the script the spans have."""
     lines = SCRIPT.splitlines()

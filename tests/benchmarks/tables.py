@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a test imports this file as a module
-from mechanisms import ROWS, SCRIPT, count_lines  # noqa: E402, F401
+from mechanisms import ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
 
 ROOT = HERE.parents[1]
 PAGES = [ROOT / "README.md", HERE / "README.md", HERE / "runs" / "README.md"]
