@@ -504,7 +504,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
         return f"when all {args.parts} parts are done: {command}"
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 10**8:
-        return f"next: {command}"
+        return f"next: {command}" + f" --max_steps {train // 2**17}" * (train < 2.5e9)  # 4 epochs
     command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out))
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'

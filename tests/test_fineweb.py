@@ -524,11 +524,11 @@ def test_mistakes_are_one_line_and_status_2(name, content, options, message, tmp
 
 
 def test_what_to_run_next_suits_the_amount():
-    """Four epochs of a small corpus, by a model that a GPU trains."""
+    """Four epochs, of a small corpus by a model that a GPU trains soon."""
     small = "--log_dir log/m --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
     quickstart = '--log_dir log/m --quickstart --prompt "The "'
-    rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**9, "")]
-    for tokenizer, train, expected in rows:
+    rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
+    for tokenizer, train, expected in [*rows, ("gpt2", 10**9, " --max_steps 7629")]:
         args = fineweb.parse_args(["--files", "x", "--out", "d/m", "--tokenizer", tokenizer])
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
         assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")

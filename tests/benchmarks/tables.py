@@ -181,7 +181,7 @@ def table_tokenize() -> list:
         speeds = values("tokenize", script="fineweb.py", source=case["source"], **workers)
         peak = values("tokenize", unit="GiB", script="fineweb.py", **case)
         cells = [case["workers"], case["source"], median(speeds, "{:.1f} million", 1e-6)]
-        cells += [f"{statistics.median(speeds) / alone:.2f}", f"{max(peak):.1f}"]
+        cells += [f"{statistics.median(speeds) / alone:.2f}", median(peak, "{:.1f}")]
         table.append([*cells, source(newest(load("tokenize", **case)))])
     return table
 
