@@ -303,7 +303,7 @@ def measure_price(args) -> None:
             for name, seed, *both in started:
                 logs = [run.result() for run in both]
                 case = {"without": name, "seed": seed}
-                if seed:
+                if seed is not None:
                     results.add(case, [log["val"][-1] for log in logs], "nats per byte")
                 elif all(logs):  # else the memory was too small
                     results.add(case, [median_ms(log) for log in logs], "ms")

@@ -160,14 +160,19 @@ def table_scaling() -> list:
     ]
     for machine in dict.fromkeys(row["machine"] for row in load("scaling")):
         rows = [row for row in load("scaling") if row["machine"] == machine]
-        one = [row["value"] for row in rows if row["case"]["GPUs"] == 1]
+
+        def measured(case, rows=rows) -> list[dict]:
+            return newest([row for row in rows if case.items() <= row["case"].items()])
+
+        one = [row["value"] for row in measured({"GPUs": 1, "tokens": 2**19, "flags": ""})]
         for case in sorted(unique(rows, "GPUs", "tokens", "flags"), key=lambda case: case["GPUs"]):
-            ms = [row["value"] for row in rows if case.items() <= row["case"].items()]
+            ms = [row["value"] for row in measured(case)]
             linear = statistics.median(one) * case["tokens"] / 2**19 / case["GPUs"]
             flags = f"`{case['flags']}`" if case["flags"] else ""
             cells = [case["GPUs"], flags, f"{case['tokens']:,}", median(ms, "{:.1f}")]
             cells.append(f"{1000 * case['tokens'] / statistics.median(ms):,.0f}")
-            table.append([*cells, f"{100 * linear / statistics.median(ms):.0f}%", source(rows)])
+            share = f"{100 * linear / statistics.median(ms):.0f}%"
+            table.append([*cells, share, source(measured(case))])
     return table
 
 
