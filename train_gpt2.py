@@ -547,7 +547,7 @@ def setup_run(args) -> Run:
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        # Compile the model as one graph, which is faster than to cut it into DDP's buckets
+        # Compile the model as one graph: cut into DDP's buckets, it would be slower
         torch._dynamo.config.optimize_ddp = False
     # Tensor cores multiply float16 since Volta, compute capability (7, 0), and bfloat16 since
     # Ampere, (8, 0). Triton, which torch.compile uses, needs Volta as well
@@ -792,7 +792,7 @@ def save_checkpoint(state, data: dict, args, run):
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
     # With the same B, dtype and processes, runs go on bit for bit, on one GPU with PyTorch's
-    # use_deterministic_algorithms. With dropout, a step's seed is made of seed, step, rank
+    # use_deterministic_algorithms. A fork with dropout must seed each step anew
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -1258,8 +1258,8 @@ def main(argv=None):
 
 
 # ---- appendix A: the loss as one kernel ---------------------------------------------------------
-# The logits are the largest tensor, 6.6 GB in bfloat16 at B 64. This kernel overwrites them by the
-# gradient. With PyTorch's compiled loss instead, a step takes about 4% longer on an H100
+# The logits are the largest tensor, 6.6 GB in bfloat16 at B 64. This kernel overwrites them with
+# the gradient. With PyTorch's compiled loss instead, a step takes about 4% longer on an H100
 if triton:
 
     @triton.jit
@@ -1267,7 +1267,7 @@ if triton:
         row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, eviction: tl.constexpr
     ):
         """Return row[start : start + size] in float32, with -inf from V on."""
-        # Only the last block is masked, because a mask costs time
+        # Only the last block is masked: in this kernel, unlike in PyTorch's, a mask costs time
         columns = start + tl.arange(0, size)
         if start + size <= V:
             x = tl.load(row + columns, eviction_policy=eviction)
@@ -1309,7 +1309,7 @@ if triton:
         p = tl.exp(x_target - log_sum) - tl.where(target < 0, 0.0, 1.0)
         tl.store(at_target, p.to(logits.dtype.element_ty))
 
-    # A graph with this operator can be cached. With an autograd.Function, a start compiles it again
+    # A graph with this operator can be cached. With an autograd.Function, it would not be
     @torch.library.triton_op("gpt2::cross_entropy", mutates_args=())
     def fused_cross_entropy(
         x: Tensor, weight: Tensor, targets: Tensor, V: int
