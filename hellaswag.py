@@ -235,7 +235,7 @@ def run(argv) -> None:
     parser = argparse.ArgumentParser(description="Score HellaSwag", usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("-m", "--model", default="gpt2", help="name or folder of a model with GPT-2's tokenizer")
-    add("-d", "--device", default="auto", choices=("auto", "cpu", best.type))
+    add("-d", "--device", default="auto", choices=sorted({"auto", "cpu", best.type}))
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     add("--data", help="the validation file (default: downloaded once)")
     add("-n", "--examples", type=int, help="how many to score (default: all)")
