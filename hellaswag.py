@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -191,8 +190,9 @@ def score(losses, examples, device, rank=0, world_size=1) -> Score:
     # The forward pass of a sharded model communicates, so all processes compute equally many
     # batches: the last one again if none is left
     last = len(starts) - 2
-    steps = range(0, last + 1, world_size)
-    for step in tqdm(steps, examples.convention, leave=False, delay=2, disable=rank > 0 or None):
+    for step in range(0, last + 1, world_size):
+        if rank == 0 and sys.stderr.isatty():  # the next line that is printed replaces this one
+            print(f"{examples.convention}: batch {step} of {last + 1}\r", end="", file=sys.stderr)
         batch = min(step + rank, last)
         indices, x, y = zip(*rows[starts[batch] : starts[batch + 1]], strict=True)
         x = pad_sequence(x, batch_first=True)

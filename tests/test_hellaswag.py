@@ -7,6 +7,7 @@ import lzma
 import multiprocessing
 import random
 import re
+import runpy
 import subprocess
 import sys
 from http.client import IncompleteRead
@@ -169,6 +170,18 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(hellaswag.UserError, match=f"^{path}.*{re.escape(BAD[text])}[^\n]*$"):
         hellaswag.load(path, BYTES, 1024)
+
+
+def test_the_trainer_can_score_with_the_three_packages_it_needs(tmp_path, monkeypatch):
+    """torch, numpy and tiktoken. On a terminal, one line that is written over says how far it is."""
+    for package in ("tqdm", "datasets", "transformers"):
+        monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
+    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
+    script = runpy.run_path(str(ROOT / "hellaswag.py"))
+    examples = script["load"](write(tmp_path / "val.jsonl", make_examples(9)), BYTES, 1024)
+    assert script["score"](losses, examples, "cpu").n == 9
+    lines = "".join(call.args[0] for call in sys.stderr.write.call_args_list).split("\r")
+    assert lines[:2] == [f"build-nanogpt: batch {k} of {len(lines) - 1}" for k in (0, 1)]
 
 
 def test_help_offers_a_device_once(monkeypatch, capsys):
