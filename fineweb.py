@@ -31,7 +31,6 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
@@ -381,8 +380,7 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
     budget = args.max_tokens or sys.maxsize
     chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
     batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
-    bar = tqdm(initial=total, unit_scale=True, disable=None)  # shown by a terminal only
-    with bar, ThreadPoolExecutor(1) as writer:
+    with ThreadPoolExecutor(1) as writer:
         saved = writer.submit(int)  # the last chunk's task: there is none yet
         for place, tokens in batches:
             # The first batch may have tokens that are in a finished chunk
@@ -398,7 +396,8 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
                     saved.result()  # waits for the chunk before, and raises what went wrong there
                     saved = writer.submit(save_chunk, args, meta, chunk, [*place, start])
                     chunk = np.empty_like(chunk)
-            bar.update(total - bar.n)
+            if sys.stderr.isatty():  # the next line that is printed replaces this one
+                print(f"{total / 1e6:,.1f}M tokens\r", end="", file=sys.stderr)
             if total == budget:
                 break
         saved.result()

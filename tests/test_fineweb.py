@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import random
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -483,9 +484,15 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path):
 
 
 @pytest.mark.slow
-def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path):
-    """The quickstart's data has about 2 MB, and no long paragraph in both splits."""
-    fineweb.main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
+def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
+    """The quickstart's data has about 2 MB, and no long paragraph in both splits. It needs nothing
+    but numpy and tiktoken. A terminal shows how many tokens there are."""
+    for package in ("tqdm", "datasets", "pyarrow", "fsspec", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
+    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
+    main = runpy.run_path(str(ROOT / "fineweb.py"))["main"]
+    main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
+    assert re.fullmatch(r"[1-9]\.\dM tokens\r", sys.stderr.write.call_args_list[0].args[0])
     tokens = [read_split(tmp_path / "out", split) for split in ("val", "train")]
     val, train = ("".join(chr(token) for token in split).split("\u0100") for split in tokens)
     assert len(tokens[1]) > 10**6 and 0.05 < len(tokens[0]) / len(tokens[1]) < 0.15
