@@ -124,8 +124,8 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
     if args.dataset:
         files = {address: [] for address in find_on_hub(args.dataset, args.name)}
     for address in files:
-        known = re.search(r"\.(parquet|(jsonl|txt)(\.(gz|xz|zst))?)$", address)
-        require(known, f"{address}: expected .jsonl, .txt (also .gz, .xz, .zst) or .parquet")
+        known = re.search(r"\.(parquet|(jsonl?|txt)(\.(gz|xz|zst))?)$", address)
+        require(known, f"{address}: expected .jsonl, .json, .txt (also .gz, .xz, .zst) or .parquet")
     return files
 
 
@@ -199,7 +199,7 @@ def read_group(address: str, text_key: str, group: int) -> Iterator[str]:
 
 
 def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a file of records, as whole lines."""
+    """Yield the batches of a .jsonl file, or of a .json file that has a record on each line too."""
     number = 1
     while lines := file.readlines(BATCH_SIZE):
         yield partial(parse_lines, lines, number, text_key)

@@ -449,7 +449,7 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     """Files differ in how they pack the same documents. A row group is a batch if it is small."""
     texts = ["", "line\r\nend", "\u2028 \x85 <|endoftext|>", *random_texts(600, 50)]
     data = write_jsonl(tmp_path / "docs.jsonl", texts).read_bytes()
-    (tmp_path / "docs.jsonl.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "docs.json.gz").write_bytes(gzip.compress(data))  # as C4 names its files
     (tmp_path / "docs.jsonl.xz").write_bytes(lzma.compress(data))
     frames = [pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:500], data[500:])]
     (tmp_path / "docs.jsonl.zst").write_bytes(b"".join(frames))
@@ -516,7 +516,7 @@ MISTAKES += [  # the name and content of a file, options, what the line says
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
-    ("a.csv", b"text\n", "", "expected .jsonl, .txt"),
+    ("a.csv", b"text\n", "", "expected .jsonl, .json, .txt"),
 ]
 
 
