@@ -544,7 +544,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
     if args.workers is None:
-        cores = os.cpu_count()  # while a worker waits for the hub, another one can use its core
+        # Of the machine's cores, a job may have only some. macOS and Windows know no such limit
+        can_ask = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count()
+        # While a worker waits for the hub, another one can use its core
         args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
     smallest = min(args.shard_size, args.workers, args.max_tokens or 1)
     require(smallest > 0, "--shard_size, --workers and --max_tokens are at least 1")

@@ -540,4 +540,13 @@ def test_what_to_run_next_suits_the_amount():
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
         assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")
         assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
-    assert args.workers == os.cpu_count()
+
+
+def test_a_job_has_a_worker_for_each_core_that_it_may_use(monkeypatch):
+    """The machine may have more of them. Where a job cannot be limited, it may use all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    files = ["--files", "x", "--out", "y"]
+    assert [fineweb.parse_args(argv).workers for argv in (files, [])] == [4, 6]
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert fineweb.parse_args(files).workers == 64
