@@ -497,16 +497,20 @@ def find_meta(args: argparse.Namespace) -> dict:
 
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
-    """Return the next command. train_gpt2.py's defaults are for 10B tokens, not for a book."""
+    """Return the next command, which suits the amount of text."""
     command = f"python train_gpt2.py --data_dir {args.out}"
     if args.parts > 1:
         return f"when all {args.parts} parts are done: {command}"
     train = count_tokens(meta, "train")
-    if args.tokenizer == "gpt2" and train >= 10**8:
-        return f"next: {command}" + f" --max_steps {train // 2**17}" * (train < 2.5e9)  # 4 epochs
+    if args.tokenizer == "gpt2" and train >= 2.5e9:
+        return f"next: {command}"
     command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out))
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
+    if train >= 10**8:
+        # Four epochs: train_gpt2.py's steps have about 27.5 tokens times the number of steps
+        steps = round((4 * train / 27.5) ** 0.5)
+        return f"next: {command} --optimizer muon --max_steps {steps}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
     return f"next, on a GPU (without one, use --tokenizer bytes and another --out): {command}"
 

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import lzma
+import math
 import multiprocessing
 import os
 import random
@@ -531,11 +532,17 @@ def test_mistakes_are_one_line_and_status_2(name, content, options, message, tmp
 
 
 def test_what_to_run_next_suits_the_amount():
-    """Four epochs, of a small corpus by a model that a GPU trains soon."""
+    """About four epochs, of a small corpus by a model that a GPU trains soon."""
     small = "--log_dir log/m --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
     quickstart = '--log_dir log/m --quickstart --prompt "The "'
     rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
-    for tokenizer, train, expected in [*rows, ("gpt2", 10**9, " --max_steps 7629")]:
+    for train in (10**8, 144 * 10**6, 2_499_999_999):
+        steps = round((train * 4 / 27.5) ** 0.5)
+        # A step has 27.5 tokens for each of the steps, rounded to a power of two
+        epochs = steps * 2 ** round(math.log2(27.5 * steps)) / train
+        assert 2.8 < epochs < 5.7 and steps in (3814, 4577, 19069)
+        rows.append(("gpt2", train, f" --log_dir log/m --optimizer muon --max_steps {steps}"))
+    for tokenizer, train, expected in rows:
         args = fineweb.parse_args(["--files", "x", "--out", "d/m", "--tokenizer", tokenizer])
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
         assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")
