@@ -575,6 +575,8 @@ def main(argv: list[str] | None = None) -> None:
         train = count_tokens(meta, "train")
         require(train or args.parts > 1, "no tokens to train on: add files, or lower --val_share")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
+        if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
+            print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")
         if argv is None:
             print(suggest(args, meta))
     except (UserError, OSError) as error:

@@ -360,7 +360,7 @@ def test_validation_first_and_then_training(data, tmp_path_factory):
         assert sum(len(np.load(path)) for path in out.glob(f"*_{k:06d}.npy")) == size
 
 
-def test_validation_is_dealt_by_documents(tmp_path):
+def test_validation_is_dealt_by_documents(tmp_path, capsys):
     """A document, or piece of a longer one, goes to val while that has not more than its share."""
     files = write_jsonl(tmp_path / "docs.jsonl", [*(x * 15 for x in "abcdefgh"), "i" * 39])
     out = build(files, tmp_path / "out", "--val_share", 0.25, "--val_tokens", 44)
@@ -369,6 +369,9 @@ def test_validation_is_dealt_by_documents(tmp_path):
     assert read_split(out, "val") == to_tokens(["a" * 15, "e" * 15, "i" * 11])
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
     assert "no tokens to train on" in refuse(files, tmp_path / "all", "--val_share", 1)
+    assert "\n124 tokens are too few" in capsys.readouterr().out
+    build(write_jsonl(tmp_path / "many.jsonl", ["many" * 30_000]), tmp_path / "many")
+    assert "too few" not in capsys.readouterr().out
 
 
 # -------------------- texts to tokens
