@@ -463,13 +463,17 @@ def find_meta(args: argparse.Namespace) -> dict:
             metas[path] = json.loads(Path(path).read_text("utf-8"))
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
-    wanted = options | files
     advice = "choose another --out, or delete the folder to start over"
     for path, meta in metas.items():  # of the other parts too, as all are read as one dataset
-        found = meta.get("options", {}) | meta.get("files", {})
-        for key in wanted | found:
-            old, new = found.get(key), wanted.get(key)
+        found = meta.get("options", {})
+        for key in options | found:
+            old, new = found.get(key), options.get(key)
             require(old == new, f"{path} has {key} {old}, not {new}: {advice}")
+        since = f"since {path} was written: {advice}"
+        for address in files | meta["files"]:
+            require(address in meta["files"], f"{address} is new {since}")
+            require(address in files, f"{address} is missing {since}")
+            require(files[address] == meta["files"][address], f"{address} has changed {since}")
     require(args.parts <= len(files), f"--part {args.part}/{args.parts}: found {len(files)} files")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)

@@ -174,10 +174,10 @@ def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
 
 
 CHANGES = [  # a command between two starts, options of the second start, what its refusal names
-    ("touch -t 202001010000 1.jsonl", "", "1.jsonl"),
-    ("touch -r 1.jsonl x; echo >> 1.jsonl; touch -r x 1.jsonl", "", "1.jsonl"),  # its old date
-    ("echo > 3.jsonl", "", "3.jsonl"),
-    ("rm 1.jsonl", "", "1.jsonl"),
+    ("touch -t 202001010000 1.jsonl", "", "1.jsonl has changed since"),
+    ("touch -r 1.jsonl x; echo >> 1.jsonl; touch -r x 1.jsonl", "", "1.jsonl has"),  # its old date
+    ("echo > 3.jsonl", "", "3.jsonl is new since"),
+    ("rm 1.jsonl", "", "1.jsonl is missing since"),
     ("mv 1.jsonl x; mv 2.jsonl 1.jsonl; mv x 2.jsonl", "", "1.jsonl"),
     ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", "train_000001.npy"),
     ("head -c 999 out/train_000001.npy > x; mv x out/train_000001.npy", "", "train_000001.npy"),
