@@ -35,6 +35,7 @@ import tiktoken
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
 META_VERSION = 7  # raised whenever a folder of an older version cannot be continued
+GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"  # as in tiktoken
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
 OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of .txt in a batch: ~0.06 s of work for a worker
@@ -87,7 +88,10 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256)."""
     require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
     if name == "gpt2":
-        with naming("GPT-2's vocabulary cannot be downloaded (TIKTOKEN_CACHE_DIR may hold a copy)"):
+        urls = [f"{GPT2_URL}/{file}" for file in ("vocab.bpe", "encoder.json")]
+        copies = [f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in urls]
+        hint = f"save {' and '.join(copies)} in a folder, and set TIKTOKEN_CACHE_DIR to that folder"
+        with naming(f"GPT-2's tokenizer cannot be downloaded: {hint}"):
             enc = tiktoken.get_encoding("gpt2")
     else:
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -133,8 +137,10 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
     """Return the addresses of the training files of a dataset on the Hugging Face hub."""
     import datasets  # takes seconds, so only here
 
-    hint = f"cannot be read from HF_ENDPOINT {datasets.config.HF_ENDPOINT} (--files reads a folder)"
-    with naming(f"--dataset {dataset} {hint}"):
+    hub = datasets.config.HF_ENDPOINT
+    hint = f"{hub} (HF_ENDPOINT can name a mirror, HF_TOKEN an account). Or save .parquet files of "
+    hint += f"{hub}/datasets/{dataset}/tree/main in a folder, and use --files 'FOLDER/*.parquet'"
+    with naming(f"--dataset {dataset} cannot be read from {hint}"):
         return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
 
 

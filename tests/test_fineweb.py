@@ -219,7 +219,8 @@ def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
 def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch):
     """Where the hub cannot be reached, no run begins, and the line says what to do."""
     whole, out = tmp_path / "whole", tmp_path / "out"
-    assert re.search("HF_ENDPOINT.*--files", refuse(None, out)) and not out.exists()
+    advice = "HF_ENDPOINT .* HF_TOKEN .*/datasets/HuggingFaceFW/fineweb-edu/tree/main .*--files"
+    assert re.search(advice, refuse(None, out)) and not out.exists()
     publish("aaa", tmp_path, monkeypatch)
     build(None, whole, *OPTIONS)
     begin(1, None, out, *OPTIONS)
@@ -394,8 +395,11 @@ def test_the_tokenizers(monkeypatch):
     with pytest.raises(fineweb.UserError, match="65,537"):
         fineweb.get_tokenizer.__wrapped__("bytes")
     monkeypatch.setattr(fineweb.tiktoken, "get_encoding", Mock(side_effect=OSError))
-    with pytest.raises(fineweb.UserError, match="TIKTOKEN_CACHE_DIR"):
+    with pytest.raises(fineweb.UserError, match="main/vocab") as error:
         fineweb.get_tokenizer.__wrapped__("gpt2")
+    # Copies under these names are where tiktoken looks for them
+    names = os.listdir(os.environ["TIKTOKEN_CACHE_DIR"])
+    assert all(f" as {name} " in str(error.value) for name in names)
 
 
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
