@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["datasets", "numpy", "tiktoken"]
+# ///
 """Turn documents into shards of tokens for train_gpt2.py: exact, on every core, safe to kill.
 
 python fineweb.py                                       # FineWeb-Edu, 10B tokens: edu_fineweb10B/

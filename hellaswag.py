@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.9", "tiktoken", "transformers"]
+# ///
 """
 HellaSwag: which of four endings of a text does a model find most likely?
 

@@ -1,5 +1,6 @@
 """fineweb.py: exact shards from any documents, whatever interrupts the work."""
 
+import ast
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from contextlib import redirect_stderr
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,6 +31,7 @@ import pytest
 from conftest import ROOT, contents, needs_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from pyarrow import parquet
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -554,6 +557,21 @@ def test_what_to_run_next_suits_the_amount():
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
         assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")
         assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
+
+
+@pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
+def test_uv_run_installs_what_a_script_imports(name):
+    """The block at its top names the packages of requirements.txt that it imports, and no others."""
+    text = Path(ROOT, name).read_text()
+    assert ast.get_docstring(ast.parse(text))
+    (block,) = re.findall(r"^# /// script\n((?:# .*\n)+)# ///$", text, re.MULTILINE)
+    block = tomllib.loads(re.sub("^# ", "", block, flags=re.MULTILINE))
+    pins = dict(re.findall(r"(\w+)==(\S+)", Path(ROOT, "requirements.txt").read_text()))
+    needed = [Requirement(line) for line in block["dependencies"]]
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    assert {package.name for package in needed} == imported & pins.keys()
+    assert all(pins[package.name] in package.specifier for package in needed)
+    assert block["requires-python"] == ">=3.11"
 
 
 def test_a_job_has_a_worker_for_each_core_that_it_may_use(monkeypatch):
