@@ -580,10 +580,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; without one, the process's own, and then say what to run next."""
+    # huggingface_hub tries again by itself, and would report each time from each process
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         args = parse_args(argv)
         meta = find_meta(args)
         if not meta["progress"]["done"]:
+            if args.dataset not in (None, "pydocs"):
+                print("the hub limits requests, and may make us wait: HF_TOKEN raises the limit")
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
