@@ -10,8 +10,7 @@ python fineweb.py --dataset pydocs                      # Python's own documenta
 python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 slices of the files
 
 A shard is a 1-D array of uint16 tokens. Each document in it is its <|endoftext|> token followed by
-the tokens of its text. A run may be killed at any moment: the same command continues it, and the
-shards are byte for byte those of an unbroken run. "From tokens to shards", below, says how."""
+the tokens of its text. A killed run continues with the same command, to the same bytes."""
 
 import argparse
 import ast
@@ -67,24 +66,14 @@ def naming(place: str) -> Iterator[None]:
         raise UserError(f"{place}: {kind}{error}") from error
 
 
-def write_file(path: str, content: np.ndarray | dict) -> None:
-    """Write a shard, or a meta.json. It appears under its name only once it is whole."""
-    # With the process's number: two runs on one folder must not share a temporary file
-    temporary = f"{path}.{os.getpid()}.unfinished"
+def write_file(path: str, content: bytes) -> None:
+    """Write a file, which appears under its name only once it is whole."""
+    temporary = f"{path}.unfinished"  # if a killed run has left one, it is written over
     with open(temporary, "wb") as file:
-        if isinstance(content, dict):
-            file.write(json.dumps(content, indent=1).encode())
-        else:
-            np.save(file, content)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())  # or a power failure could leave the name without the content
     os.replace(temporary, path)
-
-
-def hash_file(path: str) -> str:
-    """Return a file's sha256 in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @lru_cache
@@ -102,13 +91,11 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
         pattern = r"(?s).{1,64}"  # bytes never merge, so any pieces do, and short ones are fast
         options = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 256}}
         enc = tiktoken.Encoding(name, pat_str=pattern, **options)
-    # Larger tokens would wrap around in a shard's uint16, without an error
-    require(enc.n_vocab <= 2**16, f"{name} has {enc.n_vocab:,} tokens: expected at most {2**16:,}")
+    assert enc.n_vocab <= 2**16, "larger tokens would wrap around in a shard's uint16"
     return enc
 
 
-# --------------------------------------------------------------------------------------------------
-# sources: which files there are, and the batches of texts in them.
+# ---- sources: which files there are, and the batches of texts in them ----------------------------
 # The main process cuts files into batches. A batch is a call that a worker will make: parse_lines
 # with some lines, or read_group, which reads a row group from the disk or the hub. It gives texts.
 # The first one continues the last document of the batch before, or is empty; each other one is a
@@ -278,8 +265,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
             yield from find_docstrings(child, f"{name}.{child.name}")
 
 
-# --------------------------------------------------------------------------------------------------
-# from batches to tokens
+# ---- from batches to tokens ----------------------------------------------------------------------
 
 
 def cut(text: str) -> Iterator[str]:
@@ -362,24 +348,20 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
             while waiting and waiting[0][1] is not None:
                 yield waiting.pop(0)
     except (EOFError, OSError) as error:  # of a pipe, as reading a file raises UserErrors alone
-        advice = "if the memory was full, use fewer --workers. The same command continues"
-        raise UserError(f"a worker process was killed: {advice}") from error
+        raise UserError("a worker was killed: if memory was full, use fewer --workers") from error
 
 
-# --------------------------------------------------------------------------------------------------
-# From tokens to shards
-#
+# ---- from tokens to shards -----------------------------------------------------------------------
 # The documents of all files, one after the other, are one long stream of tokens. It is written in
 # chunks of --shard_size tokens:
 # 1. While a chunk is being filled, it is only in memory.
-# 2. When it is full, a thread writes it, while the next one is filled: it is divided into
+# 2. When it is full, a thread writes it, while the next one is filled: the chunk is divided into
 #    validation and training, and each becomes one shard.
-# 3. Then meta.json is written: so many chunks are finished, and the next one begins at this
-#    position in the documents, which is [file, batch in the file, token in the batch].
-# Each of these files is written under a temporary name, and renamed when it is whole. So the folder
-# always holds some whole chunks and the position behind them. After a kill, the same command reads
-# on from there: the work on two chunks at most is lost. Shards that were not in meta.json yet are
-# written again with the same bytes, as they depend on the documents and options alone.
+# 3. Then meta.json is written. It says how many chunks are finished, and at which position in the
+#    documents the next one begins: [file, batch in the file, token in the batch].
+# So the folder always holds some whole chunks and the position behind them. After a kill, the same
+# command reads on from there: the work on two chunks at most is lost. Shards that were not yet in
+# meta.json are written again with the same bytes, which depend on documents and options alone.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
@@ -393,8 +375,7 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
     with ThreadPoolExecutor(1) as writer:
         saved = writer.submit(int)  # the last chunk's task: there is none yet
         for place, tokens in batches:
-            # The first batch may have tokens that are in a finished chunk
-            start = position[2] * (place == position[:2])
+            start = position[2] * (place == position[:2])  # the first batch may be partly written
             while start < len(tokens) and total < budget:
                 filled = total % args.shard_size  # tokens in the chunk
                 # Up to the end of the batch, of the chunk, or of the budget
@@ -411,8 +392,7 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
             if total == budget:
                 break
         saved.result()
-    # The last one, which may be short or empty
-    save_chunk(args, meta, chunk[: total % args.shard_size], None)
+    save_chunk(args, meta, chunk[: total % args.shard_size], None)  # may be short or empty
 
 
 def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, position: list | None):
@@ -422,16 +402,17 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
     if chunks == 0:
         # Before the first shard: a start with other options finds this, and is refused
         os.makedirs(args.out, exist_ok=True)
-        write_file(args.meta_path, meta)
+        write_file(args.meta_path, json.dumps(meta, indent=1).encode())
     for split, chosen in (("val", is_val), ("train", ~is_val)):  # masks
         if chosen.any():
             name = f"{split}{args.suffix}_{chunks:06d}.npy"
-            path = f"{args.out}/{name}"
-            part = tokens[chosen]
-            write_file(path, part)
-            meta["shards"][name] = {"tokens": len(part), "sha256": hash_file(path)}
+            shard = io.BytesIO()
+            np.save(shard, tokens[chosen])
+            write_file(f"{args.out}/{name}", shard.getvalue())
+            sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
+            meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
     meta["progress"] = {"chunks": chunks + 1, "position": position, "done": position is None}
-    write_file(args.meta_path, meta)
+    write_file(args.meta_path, json.dumps(meta, indent=1).encode())
 
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
@@ -464,20 +445,18 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    folder = glob.escape(args.out)
     # Before the meta.json, which another part may be about to write together with its first shard
-    shards = glob.glob(f"{folder}/*.npy")
+    shards = glob.glob(f"{glob.escape(args.out)}/*.npy")
     metas = {}
-    for path in sorted(glob.glob(f"{folder}/meta[.-]*json")):  # one of each part
+    for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
         with naming(f"{path} is damaged: delete the folder to start over"):
             metas[path] = json.loads(Path(path).read_text("utf-8"))
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
     advice = "choose another --out, or delete the folder to start over"
     for path, meta in metas.items():  # of the other parts too, as all are read as one dataset
-        found = meta.get("options", {})
-        for key in options | found:
-            old, new = found.get(key), options.get(key)
+        for key, new in options.items():
+            old = meta.get("options", {}).get(key)
             require(old == new, f"{path} has {key} {old}, not {new}: {advice}")
         since = f"since {path} was written: {advice}"
         for address in files | meta["files"]:
@@ -499,15 +478,13 @@ def find_meta(args: argparse.Namespace) -> dict:
     meta |= metas.get(args.meta_path, {})
     for name, shard in meta["shards"].items():
         path = f"{args.out}/{name}"
-        same = os.path.exists(path) and hash_file(path) == shard["sha256"]
-        require(same, f"{path} is missing or has another sha256: put it back, or delete the folder")
-    for path in glob.glob(f"{folder}/*{args.suffix}[._]*.unfinished"):
-        os.unlink(path)  # a killed run of this part has left it
+        require(os.path.exists(path), f"{path} is missing: put it back, or delete the folder")
+        sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        require(sha256 == shard["sha256"], f"{path} was changed: put it back, or delete the folder")
     return meta
 
 
-# --------------------------------------------------------------------------------------------------
-# command line
+# ---- command line --------------------------------------------------------------------------------
 
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
@@ -562,16 +539,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
     if args.workers is None:
-        # Of the machine's cores, a job may have only some. macOS and Windows know no such limit
-        can_ask = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if can_ask else os.cpu_count()
-        # While a worker waits for the hub, another one can use its core
+        # A job may have some cores only. While a worker waits for the hub, another can use its core
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
     smallest = min(args.shard_size, args.workers, args.max_tokens or 1)
     require(smallest > 0, "--shard_size, --workers and --max_tokens are at least 1")
     if args.val_share is None:
-        # FineWeb is shuffled, so its beginning is as good a sample as any, and it is the shard with
-        # which build-nanogpt validates. Other data may begin with one kind of text
+        # FineWeb is shuffled, and build-nanogpt validates with its beginning. Others may be sorted
         args.val_share = float(args.dataset == FINEWEB) or 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
@@ -580,7 +554,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line; without one, the process's own, and then say what to run next."""
-    # huggingface_hub tries again by itself, and would report each time from each process
+    # huggingface_hub waits and tries again by itself, which each process would report each time
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         args = parse_args(argv)

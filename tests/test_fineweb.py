@@ -116,7 +116,7 @@ def kill_at(moment: int, files, out: Path) -> None:
 
     def die(frame, event, function) -> None:
         name = function.__qualname__ if event in ("c_call", "c_return") else ""
-        if name in ("ndarray.tofile", "fsync", "replace") and next(moments) == moment:
+        if name in ("BufferedWriter.write", "fsync", "replace") and next(moments) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
@@ -396,7 +396,7 @@ def test_the_tokenizers(monkeypatch):
     with pytest.raises(fineweb.UserError, match="expected gpt2 or bytes"):
         fineweb.get_tokenizer("gpt3")
     monkeypatch.setattr(fineweb.tiktoken.Encoding, "n_vocab", 2**16 + 1)
-    with pytest.raises(fineweb.UserError, match="65,537"):
+    with pytest.raises(AssertionError, match="uint16"):
         fineweb.get_tokenizer.__wrapped__("bytes")
     monkeypatch.setattr(fineweb.tiktoken, "get_encoding", Mock(side_effect=OSError))
     with pytest.raises(fineweb.UserError, match="main/vocab") as error:
