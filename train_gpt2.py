@@ -1,3 +1,7 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.9", "numpy", "tiktoken", "tqdm", "transformers"]
+# ///
 """
 Train GPT-2 from scratch, in one file that reads from top to bottom.
 
@@ -12,13 +16,14 @@ The file follows the order of a lecture, from the model to the command line. Thr
 last: the loss as a Triton kernel, the optimizer Muon, and weights in Hugging Face's format.
 
 Shapes are written as (B, T, C): B sequences of T tokens with C channels each. V is the vocabulary
-size, nh the number of heads, hs the size of a head, and N = B * T. `args` are the flags, `run` says
-where and how this process computes, and `state` is what a step changes.
+size, nh the number of heads, hs the size of a head, and N = B * T. `args` are the flags, `process`
+says where and how this process computes, and `state` is what a step changes.
 
 Sources: GPT-2 (Radford et al. 2019) for the model, GPT-3 (arXiv:2005.14165) for hyperparameters,
 build-nanogpt and llm.c (github.com/karpathy) for the file formats."""
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -31,7 +36,7 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -178,7 +183,7 @@ class GPT(nn.Module):
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
         # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # A tied matrix has two names. The later in the alphabet counts: wte's, tied or not
+        # A tied matrix has two names, and keeps the later in the alphabet, that of wte
         names = {p: name for name, p in sorted(self.named_parameters(remove_duplicate=False))}
         for p, name in names.items():
             layer = self.get_submodule(name.rpartition(".")[0])
@@ -206,7 +211,6 @@ class GPT(nn.Module):
         x = x.to(self.residual_dtype)
         for block in self.transformer.h:
             if self.recompute and self.training:
-                # use_reentrant=False is the variant that works with DDP and torch.compile
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x)
@@ -231,15 +235,13 @@ class GPT(nn.Module):
         and eps, or Muon and AdamW. Add others here: a group's rate is lr times its lr_share."""
         # How a parameter is updated depends on what it does, not on its shape
         in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
-        attention, hidden, projections, embeddings, vectors, others = [], [], [], [], [], []
+        attention, hidden, projections, embeddings, vectors = [], [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
             if not p.requires_grad:  # frozen in a fork
                 continue
             layer = self.get_submodule(name.rpartition(".")[0])
-            if name.endswith(".bias") or isinstance(layer, nn.LayerNorm | nn.RMSNorm):
-                vectors.append(p)
-            elif not isinstance(layer, nn.Linear | nn.Embedding):
-                others.append(p)  # GPT-2 has none
+            if name.endswith("bias") or not isinstance(layer, nn.Linear | nn.Embedding):
+                vectors.append(p)  # biases, LayerNorms, and parameters of a fork
             elif isinstance(layer, nn.Embedding) or layer not in in_blocks:
                 embeddings.append(p)  # and a head that is not tied
             elif name.endswith("c_proj.weight"):
@@ -248,26 +250,22 @@ class GPT(nn.Module):
                 attention.append(p)  # q, k and v, three matrices in one
             else:
                 hidden.append(p)
-        settings = {"lr": learning_rate, "betas": (0.9, 0.95)}  # averages of 10 and 20 gradients
-        # Fused: one pass does the whole update. (Apple's ignores found_inf, see update_weights)
-        settings["fused"] = self.lm_head.weight.device.type != "mps"
+        # These betas average 10 and 20 gradients. Fused means that one pass does the whole update
+        settings = {"lr": learning_rate, "betas": (0.9, 0.95), "fused": True}
         # Matrices and embeddings decay, which keeps them small. Biases and LayerNorms do not:
         # decay would pull the scales of LayerNorms away from 1
         decay = {"params": embeddings, "weight_decay": weight_decay}
-        no_decay = {"params": others, "weight_decay": 0.0}
+        no_decay = {"params": vectors, "weight_decay": 0.0}
         if optimizer == "adamw":
             decay["params"] = embeddings + attention + hidden + projections
-            no_decay["params"] = others + vectors
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
-            # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables.
+            # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
+            adamw = torch.optim.AdamW([decay, no_decay], **settings)
+            groups = [{"params": hidden}]
             # Projections write into one residual stream, where updates and rounding errors add up.
-            # A smaller rate for them and for vectors lets repeated runs end closer together
-            share = {"lr_share": 1 / self.config.n_layer}
-            small = {"params": vectors, "weight_decay": 0.0} | share
-            groups = [group for group in (decay, no_decay, small) if group["params"]]
-            adamw = torch.optim.AdamW(groups, **settings)
-            groups = [{"params": hidden}, {"params": projections} | share]
+            # A smaller rate for them lets repeated runs end closer together
+            groups.append({"params": projections, "lr_share": 1 / self.config.n_layer})
             groups.append({"params": attention, "rows": self.transformer.h[0].attn.sizes})
             return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
         raise UserError(f"--optimizer {optimizer}: expected adamw or muon")
@@ -276,7 +274,8 @@ class GPT(nn.Module):
 def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Tensor:
     """Return the cross entropy in nats, (N,) float32, of the logits x @ weight.T, for x (N, C) and
     weight (padded V, C), with targets (N,) int64. It is 0 where a target is -1."""
-    # Appendix A is faster. For another loss, delete this `if`; in choose_batch_size, logits = 16
+    # Appendix A computes the same in less time. To change the loss, delete this `if`, and let
+    # choose_batch_size count 16 bytes for a logit
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
@@ -382,11 +381,11 @@ class DataLoaderLite:
     them, the last target, which also begins the next window. Documents in a window see each other,
     as in GPT-3. The seed alone decides the order of all windows, which is new in each epoch."""
 
-    def __init__(self, split: str, B: int, config, args, run):
+    def __init__(self, split: str, B: int, config, args, process):
         self.B = B
         self.T = args.seq_len
         self.seed = args.seed if split == "train" and args.shuffle else None
-        self.run = run
+        self.process = process
         files = [path for path in Path(args.data_dir).glob("*") if path.suffix in (".npy", ".bin")]
         word = rf"(?<![a-z]){split}(?![a-z])"  # train or val, and not the val in retrieval
         paths = sorted(path for path in files if re.search(word, path.stem, re.IGNORECASE))
@@ -405,9 +404,9 @@ class DataLoaderLite:
     def batches(self, windows: range) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's batches of these windows: inputs and targets, (B, T) int64 each, on
         the device. All processes get equally many; spare rows have targets of -1."""
-        device = self.run.device
-        for start in windows[:: self.B * self.run.world_size]:
-            mine = start + self.run.rank * self.B  # this process's first window
+        device = self.process.device
+        for start in windows[:: self.B * self.process.world_size]:
+            mine = start + self.process.rank * self.B  # this process's first window
             rows = np.stack([self.get_window(min(mine + i, windows[-1])) for i in range(self.B)])
             # uint16 saves disk space, but cross_entropy needs int64
             rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
@@ -463,18 +462,26 @@ def get_lr(step: int, args) -> float:
 
 # ---- devices, precision, processes --------------------------------------------------------------
 
+SCRIPT = Path(__file__).read_text("utf-8")  # as it runs: the file may be edited meanwhile
+
+
+def read_section(script: str, title: str) -> str:
+    """Return the code, without comments, of the section of a script that has this title."""
+    parts = ["#" + part for part in script.split("\n# ---- ") if part.startswith(title)]
+    return ast.dump(ast.parse("".join(parts)))
+
 
 def print0(line):
     """Print a line, at once, from the first process only."""
     if os.environ.get("RANK", "0") == "0":
         try:
             print(line, flush=True)
-        except BrokenPipeError:  # `| tee` has ended, perhaps by the same Ctrl-C: print to nowhere
+        except OSError:  # `| tee` has ended by the same Ctrl-C, or the terminal is closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 @dataclass(frozen=True)
-class Run:
+class Process:
     """Where and how this process computes. The methods work alike for one process and for many."""
 
     device: torch.device
@@ -486,8 +493,7 @@ class Run:
     world_size: int  # the number of processes
 
     def autocast(self) -> torch.autocast:
-        """Return the context in which matrix products run in 16 bits, if dtype says so."""
-        # Weights and their gradients stay in float32
+        """Return the context in which matrix products run in 16 bits. Weights stay in float32."""
         half = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(self.dtype)
         return torch.autocast(self.device.type, dtype=half, enabled=half is not None)
 
@@ -498,12 +504,6 @@ class Run:
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(backends), self.autocast():
             yield
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over all processes, the same bits in each. `values` is overwritten."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values / self.world_size
 
     def gather(self, value=None) -> list:
         """Wait for all processes, and return the list of their values, in the order of ranks."""
@@ -526,7 +526,7 @@ def shard_as(p: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value.to(p.device), *layout, src_data_rank=None)
 
 
-def setup_run(args) -> Run:
+def setup_process(args) -> Process:
     """Choose device and precision, and connect to the other processes if torchrun started some."""
     rank = int(os.environ.get("RANK", 0))  # torchrun sets it, counting over all machines
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -542,11 +542,14 @@ def setup_run(args) -> Run:
         device_name = torch.cuda.get_device_name(device)
         capability = torch.cuda.get_device_capability(device)
     if world_size > 1:
-        # After a restart, torchrun's store still has the dead group's addresses: use a new prefix
         store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # After a restart, this store still has the addresses of the dead: use a new prefix.
+            # (Several machines need a new store, as README says: they count restarts separately)
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        wait = timedelta(hours=1)  # so long the first process may take to write a checkpoint
+        dist.init_process_group(backend, None, wait, world_size, rank, store)
         # Compile the model as one graph: cut into DDP's buckets, it would be slower
         torch._dynamo.config.optimize_ddp = False
     # Tensor cores multiply float16 since Volta, compute capability (7, 0), and bfloat16 since
@@ -557,43 +560,43 @@ def setup_run(args) -> Run:
         dtype = "bfloat16" if capability >= (8, 0) else dtype
     # high: TF32, with 10 bits of mantissa, in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-    # In PyTorch 2.11, the key of the cache of compiled graphs lacks autocast's dtype: a run in
-    # bfloat16 could be given float16's graph, and would not learn
-    torch.compiler.config.cache_key_tag = dtype
+    # PyTorch's cache of compiled graphs knows neither autocast's dtype (in 2.11) nor the text of an
+    # operator. Without this tag, a start could get the graph of another dtype, or of an old loss
+    torch.compiler.config.cache_key_tag = dtype + read_section(SCRIPT, "appendix A")
     # Compilation fuses small operations into few kernels, which saves memory traffic
     compile = args.compile
     if compile is None:
         compile = capability >= (7, 0) and triton is not None
-    # HellaSwag takes half an hour on a CPU, and needs hellaswag.py beside this script
     hellaswag_every = args.hellaswag_every
     if hellaswag_every is None:
+        # HellaSwag takes half an hour on a CPU, and needs hellaswag.py beside this script
         can_score = device.type == "cuda" and Path(__file__).with_name("hellaswag.py").exists()
-        hellaswag_every = 250 * can_score
-    return Run(device, device_name, dtype, compile, hellaswag_every, rank, world_size)
+        hellaswag_every = args.val_every * can_score
+    return Process(device, device_name, dtype, compile, hellaswag_every, rank, world_size)
 
 
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def validate(model, loader, tokens: int, run) -> float:
+def validate(model, loader, tokens: int, process) -> float:
     """Return the mean loss in nats per token over the split's first `tokens // T` windows."""
     windows = min(max(1, tokens // loader.T), loader.windows)  # at least one, at most all
     sums = []
     for x, y in loader.batches(range(windows)):
-        with run.autocast():  # the shapes never change, so the model is compiled for them once
+        with process.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y).sum())
     total = torch.stack(sums).cpu().double().sum().item()  # on the CPU: MPS has no float64
-    return sum(run.gather(total)) / (windows * loader.T)
+    return sum(process.gather(total)) / (windows * loader.T)
 
 
-def print_samples(model, args, run):
+def print_samples(model, args, process):
     """Print args.num_samples continuations of args.prompt, each up to its <|endoftext|>."""
     tokenizer = get_tokenizer(model.config.tokenizer)
     # An empty prompt is <|endoftext|> alone, with which every document begins
     prompt = tokenizer.encode(args.prompt, allowed_special="all") or [model.config.eot]
-    tokens = torch.tensor([prompt], device=run.device).repeat(args.num_samples, 1)
-    with run.eager():
+    tokens = torch.tensor([prompt], device=process.device).repeat(args.num_samples, 1)
+    with process.eager():
         rows = generate(model, tokens, args)[:, len(prompt) :].tolist()
     for i, row in enumerate(rows):
         text = tokenizer.decode(row).split("<|endoftext|>")[0]
@@ -605,23 +608,24 @@ def is_due(step, every, args) -> bool:
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
-def evaluate(model, step, loader, examples, log, run):
+def evaluate(model, step, loader, examples, log, process):
     """Validate, score HellaSwag's examples and print samples, whichever are due."""
     args = log.args
+    is_new = step == 0 and args.init_from == "scratch"  # new weights write and score by chance
     model.eval()
     if is_due(step, args.val_every, args):
-        val = f"{validate(model, loader, args.val_tokens, run):.4f}"
+        val = f"{validate(model, loader, args.val_tokens, process):.4f}"
         log.record(step, f"val loss: {val}", val=val)
-    if is_due(step, run.hellaswag_every, args):
+    if is_due(step, process.hellaswag_every, args) and not is_new:
         import hellaswag
 
-        with run.eager():
-            score = hellaswag.score(model, examples, run.device, run.rank, run.world_size)
+        with process.eager():
+            where = (process.device, process.rank, process.world_size)
+            score = hellaswag.score(model, examples, *where)
         hella = f"{score.acc_norm / score.n:.4f}"  # build-nanogpt's way, see hellaswag.py
         log.record(step, f"HellaSwag: {hella}", hella=hella)
-    is_new = step == 0 and args.init_from == "scratch"  # samples of new weights are noise
     if is_due(step, args.sample_every, args) and not is_new:
-        print_samples(model, args, run)
+        print_samples(model, args, process)
     model.train()
 
 
@@ -635,7 +639,7 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-def peak_tokens_per_second(model, T: int, run):
+def peak_tokens_per_second(model, T: int, process):
     """Return the tokens per second at which the model FLOPs utilization (MFU) would be 100%."""
     # 1. For every token, a weight of a matrix product takes part in one multiplication and one
     #    addition in the forward pass, and in twice as many in the backward pass: 6 per weight
@@ -643,10 +647,10 @@ def peak_tokens_per_second(model, T: int, run):
     # 2. Attention: q @ k and att @ v are 2 * C * T each per layer and token, times 3 as above, and
     #    divided by 2 because the causal mask leaves half of it. Source: llm.c
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
-    found = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", run.device_name)]
+    found = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", process.device_name)]
     if not found:
         return None
-    return run.world_size * PEAK_TFLOPS[found[0]] * 1e12 / flops_per_token
+    return process.world_size * PEAK_TFLOPS[found[0]] * 1e12 / flops_per_token
 
 
 def list_checkpoints(log_dir) -> list:
@@ -656,25 +660,20 @@ def list_checkpoints(log_dir) -> list:
 
 
 class Log:
-    """The console and log.txt. A line of it is: step, stream (val, hella, train, lr ...), value."""
+    """The console, which shows about one step a second, and log.txt, which has them all. Its lines
+    are records: step, stream (val, hella, train, lr, norm, dt), value."""
 
-    def __init__(self, state, args, run):
+    def __init__(self, state, args, process):
         self.args = args
-        self.is_async = run.device.type == "cuda"
-        self.peak = peak_tokens_per_second(state.model, args.seq_len, run)
-        self.pending = None  # the step whose results were not read yet
-        self.must_stop = False  # True once a process has received a signal
-        self.skipped = 0  # updates skipped in a row
+        self.peak = peak_tokens_per_second(state.model, args.seq_len, process)
         self.times = deque(maxlen=100)  # seconds that the last steps took
-        self.begin = self.mark()  # when the step began
+        self.begin = time.perf_counter()  # when the step began, in seconds
+        self.shown = 0.0  # when the console showed a step
         self.file = None
-        if run.rank > 0 or args.max_steps == 0:  # an evaluation writes nothing
+        if process.rank > 0 or args.max_steps == 0:  # an evaluation writes nothing
             return
         path = Path(args.log_dir, "log.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
-        if args.overwrite:
-            for old in [*list_checkpoints(args.log_dir), path]:
-                old.unlink(missing_ok=True)
         # Readers of the log need these to count tokens and to compare losses
         V = state.model.config.vocab_size
         records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
@@ -685,59 +684,36 @@ class Log:
             file.write("".join(records).encode())
         self.file = path.open("a", buffering=1)  # each line is in the file once it is written
 
-    def mark(self):
-        """Return the time in seconds, or on a GPU an event, which comes after all work so far."""
-        if not self.is_async:
-            return time.perf_counter()
-        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-
     def record(self, step: int, line: str, **values):
-        """Print a line about a step, and append a record for each stream=value."""
-        print0(f"step {step:5d}/{self.args.max_steps} | {line}")
+        """Print a line about a step, unless it is empty, and record each stream=value."""
+        if line:
+            print0(f"step {step:5d}/{self.args.max_steps} | {line}")
         for stream, value in values.items():
             if self.file:
                 self.file.write(f"{step} {stream} {value}\n")
 
-    def update(self, step: int, lr: float, results: Tensor):
-        """Take a step's results, (4,) float32: loss, norm, whether to stop, and whether to skip."""
-        # They are read a step late. A GPU that waited for Python would lose 2 or 3 ms a step
-        results = results.to("cpu", non_blocking=self.is_async)
-        end = self.mark()
-        self.flush()  # the step before
-        self.pending = (step, lr, results, self.begin, end)
-        self.begin = end
-        if not self.is_async:
-            self.flush()
-
-    def flush(self):
-        """Wait for the results of the last step, record and print them."""
-        if self.pending is None:
-            return
-        step, lr, results, begin, end = self.pending
-        self.pending = None
-        if self.is_async:
-            end.synchronize()
-            dt = begin.elapsed_time(end) / 1000  # seconds
-        else:
-            dt = end - begin
-        loss, norm, stop, skipped = results.tolist()
-        self.must_stop |= stop > 0
-        self.skipped = self.skipped + 1 if skipped else 0
+    def record_step(self, step: int, loss: float, lr: float, norm: float, is_skipped: bool):
+        """Record a step of training, which ends now."""
+        now = time.perf_counter()
+        dt = now - self.begin  # seconds
+        self.begin = now
+        self.times.append(dt)
         values = {"train": f"{loss:.6f}", "lr": f"{lr:.4e}", "norm": f"{norm:.4f}"}
         values["dt"] = f"{1000 * dt:.2f}"  # milliseconds
-        line = "loss: {train} | lr {lr} | norm: {norm} | dt: {dt}ms".format(**values)
-        speed = self.args.total_batch_size / dt  # tokens per second
-        line += f" | tok/sec: {speed:.0f}"
-        if self.peak:
-            line += f" | mfu: {100 * speed / self.peak:.1f}%"
-        if skipped:
-            line += " | update skipped"
-        self.times.append(dt)
-        left = round(np.median(self.times) * (self.args.max_steps - step - 1))
-        line += f" | {timedelta(seconds=left)} left"  # hours, minutes and seconds
+        steps_left = self.args.max_steps - step - 1
+        line = ""
+        if now > self.shown + 0.9 or steps_left == 0 or is_skipped:
+            self.shown = now
+            line = "loss: {train} | lr {lr} | norm: {norm} | dt: {dt}ms".format(**values)
+            speed = self.args.total_batch_size / dt  # tokens per second
+            line += f" | tok/sec: {speed:.0f}"
+            if self.peak:
+                line += f" | mfu: {100 * speed / self.peak:.1f}%"
+            if is_skipped:
+                line += " | update skipped"
+            left = timedelta(seconds=round(np.median(self.times) * steps_left))
+            line += f" | {left} left"  # hours, minutes and seconds
         self.record(step, line, **values)
-        # 20, because float16's scaler may need 16 skipped updates to halve 2**16 to 1
-        require(self.skipped < 20, "20 updates in a row were not finite: try a lower --max_lr")
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -748,7 +724,7 @@ FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # no copies
 @contextmanager
 def atomic_write(path: Path) -> Iterator:
     """Open a binary file for writing that appears under its name only once it is whole."""
-    temporary = f"{path}.tmp"
+    temporary = path.with_name("unfinished.tmp")  # the next write replaces what a kill has left
     with open(temporary, "wb") as file:
         yield file
         file.flush()
@@ -766,19 +742,19 @@ class State:
     step: int = 0  # updates done
 
 
-def save_checkpoint(state, data: dict, args, run):
+def save_checkpoint(state, data: dict, args, process):
     """Write the state to log_dir, and delete the checkpoints that --keep does not keep. The tensors
     in it are the same for any number of GPUs, with or without --zero and compilation."""
     # Every process takes part in gathering the tensors; only the first one gets them
     weights = dcp.get_model_state_dict(state.model, options=FULL)
     moments = dcp.get_optimizer_state_dict(state.model, state.optimizers, options=FULL)
-    if run.rank == 0:
+    if process.rank == 0:
         if state.model.lm_head.weight is state.model.transformer.wte.weight:
             # Tied, but gathered as two copies: give one copy both names, to write it once
             weights["lm_head.weight"] = weights["transformer.wte.weight"]
         checkpoint = {"step": state.step, "model": weights, "optimizer": moments}
-        checkpoint |= {"scaler": state.scaler.state_dict(), "dtype": run.dtype, "data": data}
-        checkpoint |= {"config": asdict(state.model.config), "args": vars(args)}
+        checkpoint |= {"scaler": state.scaler.state_dict(), "dtype": process.dtype, "data": data}
+        checkpoint |= {"config": asdict(state.model.config), "args": vars(args), "script": SCRIPT}
         path = Path(args.log_dir, f"model_{state.step:05d}.pt")
         with atomic_write(path) as file:
             torch.save(checkpoint, file)
@@ -786,7 +762,7 @@ def save_checkpoint(state, data: dict, args, run):
         if args.keep > 0:
             for old in list_checkpoints(args.log_dir)[: -args.keep]:
                 old.unlink()
-    run.gather()  # all wait for the file: when one process has ended, torchrun ends the others
+    process.gather()  # all wait for the file: when one process has ended, torchrun ends the others
 
 
 def restore_state(state, saved: dict):
@@ -796,12 +772,11 @@ def restore_state(state, saved: dict):
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
-    moments = saved["optimizer"]
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-    for old, group in zip(moments["param_groups"], groups, strict=True):
+    for old, group in zip(saved["optimizer"]["param_groups"], groups, strict=True):
         # The code and the flags decide these, for example betas and weight_decay
         old |= {name: value for name, value in group.items() if name != "params"}
-    dcp.set_optimizer_state_dict(state.model, state.optimizers, moments, options=FULL)
+    dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
@@ -825,6 +800,10 @@ def load_checkpoint(path: Path) -> dict:
     require(is_ours, f"{path} is not a checkpoint of this script")
     unknown = sorted(saved["config"].keys() - GPTConfig.__dataclass_fields__)
     require(not unknown, f"{path} has a model with {unknown}: use the script that trained it")
+    # With the same weights, other code may compute something else
+    theirs = read_section(saved.get("script", SCRIPT), "the model")
+    if theirs != read_section(SCRIPT, "the model"):
+        print0(f"warning: the script that trained {path} had another model section than this one")
     return saved
 
 
@@ -838,32 +817,83 @@ def load_source(name: str) -> dict:
     return load_checkpoint(path)
 
 
-# ---- training -----------------------------------------------------------------------------------
+# ---- setup --------------------------------------------------------------------------------------
 
 
-def make_state(config, source, args, run) -> State:
+def make_config(args, source) -> GPTConfig:
+    """Return the model's config: the source's, or the size's with the data's vocabulary."""
+    flags = {f: value for f, value in vars(args).items() if f in GPTConfig.__dataclass_fields__}
+    if source:
+        trained = GPTConfig(**source["config"])
+        config = replace(trained, **flags)
+        changed = dict(asdict(config).items() - asdict(trained).items())
+        if args.model != source["args"]["model"]:
+            changed["model"] = args.model
+        require(not changed, f"the flags describe another model than the weights: {changed}")
+    else:
+        require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
+        config = replace(GPTConfig(*SIZES[args.model][:4]), **read_meta(args.data_dir) | flags)
+    context = config.block_size
+    require(args.seq_len <= context, f"--seq_len {args.seq_len}: the context is {context} tokens")
+    return config
+
+
+def choose_batch_size(config, args, process) -> int:
+    """Return B, the sequences in a micro-step of one process. B changes nothing but rounding."""
+    if args.max_steps == 0:  # an evaluation, which needs little memory
+        return args.batch_size or 16
+    T = args.seq_len
+    sequences, rest = divmod(args.total_batch_size, T)
+    require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
+    found = f"--total_batch_size has {sequences} sequences of {T} tokens"
+    require(sequences >= process.world_size, f"{found} for {process.world_size} processes")
+    most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
+    if process.device.type == "cuda" and not args.batch_size:
+        parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
+        shards = process.world_size if args.zero > 0 else 1
+        # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter,
+        # and copies, in 16 bits or gathered, up to 4
+        weights = (16 / shards + 4) * parameters
+        # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
+        # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
+        # Autocast keeps some in float32, which makes about 20 C
+        blocks = 20 * config.n_layer
+        if args.recompute:  # every block's input, and all values of one block at a time
+            blocks = 20 + config.n_layer
+        size = 2 if process.dtype in ("bfloat16", "float16") else 4
+        # The kernel has one copy of the logits. PyTorch's loss also has some in float32
+        logits = 2 if triton and process.dtype == "bfloat16" else 16
+        sequence = (size * blocks * config.n_embd + logits * config.vocab_size) * T  # bytes
+        memory = 0.9 * torch.cuda.mem_get_info(process.device)[0]  # of the free bytes, 10% spare
+        most = min(128, int((memory - weights) / sequence))  # an H100 gets no faster beyond 128
+        require(most > 0, "no sequence fits: use --recompute, --zero 3 or a smaller --model")
+    # Divide the sequences evenly over the processes, and their shares over few micro-steps
+    share = math.ceil(sequences / process.world_size)
+    return math.ceil(share / math.ceil(share / most))
+
+
+def make_state(config, source, args, process) -> State:
     """Return the state in which the run starts: new, or loaded from the source."""
     # With bfloat16 the residual stream is bfloat16 too: additions and LayerNorms are limited by
     # memory bandwidth, and this saves 4 to 6% of the time. float16 could overflow
-    residual_dtype = torch.bfloat16 if run.dtype == "bfloat16" else torch.float32
+    residual_dtype = torch.bfloat16 if process.dtype == "bfloat16" else torch.float32
     torch.manual_seed(args.seed)  # for what a fork draws in a constructor
     # Made on the CPU and not yet written to, weights take no memory, however large the model is
     model = GPT(config, args.recompute, residual_dtype, seed=None)
-    if args.zero > 0 and run.world_size > 1:
+    if args.zero > 0 and process.world_size > 1:
         # Split parameters, gradients and optimizer states over the processes (FSDP2). A block's
         # weights are gathered when needed. --zero 2 keeps them until the backward pass, 3 gathers
         # them again. The last call shards the rest, such as the tied matrix
-        require(run.dtype != "float16", "--zero needs --dtype bfloat16, tf32 or float32")
-        mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
+        require(process.dtype != "float16", "--zero needs --dtype bfloat16, tf32 or float32")
+        mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
         for part in [*model.transformer.h, model]:
-            if run.compile and part is not model:
+            if process.compile and part is not model:
                 part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
             fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
     else:
-        model.to(run.device)
-        if run.compile:
-            # Every batch has the same shape. Compiled in place, parameters keep their names
-            model.compile(dynamic=False)
+        model.to(process.device)
+        if process.compile:
+            model.compile(dynamic=False)  # in place: parameters keep their names
     if source:
         load_weights(model, source["model"])
     else:
@@ -872,96 +902,164 @@ def make_state(config, source, args, run) -> State:
     # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
     # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
     # skipped and the factor is halved; after 2000 good steps it is doubled. Other dtypes need none
-    scaler = torch.amp.GradScaler(run.device.type, enabled=run.dtype == "float16")
+    scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == "float16")
     state = State(model, optimizers, scaler)
     if args.resume:
         restore_state(state, source)
     return state
 
 
-def update_weights(optimizers, lr: float, skip: Tensor):
-    """Update every parameter at this learning rate, unless `skip`, () bool, is true."""
+def prepare(args, source, process) -> tuple:
+    """Do all that can fail before the first step, and only then delete an old run (--overwrite).
+    Return what `train` takes after args and process."""
+    if process.rank > 0:
+        process.gather()  # the first process downloads, and others find the files
+    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
+        import fineweb
+
+        fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
+    config = make_config(args, source)
+    if args.sample_every > 0 or process.hellaswag_every > 0:
+        get_tokenizer(config.tokenizer)
+    train_loader = val_loader = examples = None  # what is not needed
+    if process.hellaswag_every > 0:
+        import hellaswag
+
+        path = hellaswag.fetch()
+        with loading(path):  # of longer rows, the end is kept
+            examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
+    if process.rank == 0:
+        process.gather()
+    B = min(process.gather(choose_batch_size(config, args, process)))  # GPUs may differ
+    if args.max_steps > 0:
+        train_loader = DataLoaderLite("train", B, config, args, process)
+        x, _ = next(train_loader.batches(get_windows(0, args)))  # is the data readable?
+        require(x.max() < config.vocab_size, f"{args.data_dir} has tokens of another vocabulary")
+    if args.val_every > 0:
+        val_loader = DataLoaderLite("val", B, config, args, process)
+    if args.resume:
+        require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
+    # Each machine has its own command line and disk, on which folders may have other names
+    facts = {"step": source["step"] if args.resume else 0, "precision": process.dtype}
+    facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
+    facts |= vars(args) | {"data_dir": "", "log_dir": ""}
+    everyone = process.gather(facts)
+    for name in facts:
+        found = [each[name] for each in everyone]
+        require(found.count(found[0]) == len(found), f"processes differ in {name}: {found!r:.300}")
+    state = make_state(config, source, args, process)
+    process.gather()  # all wait: where one has failed, none goes on
+    if args.overwrite and process.rank == 0:
+        for path in [*list_checkpoints(args.log_dir), Path(args.log_dir, "log.txt")]:
+            path.unlink(missing_ok=True)
+    return state, train_loader, val_loader, examples
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def catch_signals(received: list):
+    """Append to the list the signals of a scheduler, of Ctrl-C and of a terminal that is closed."""
+
+    def catch(signum, frame):  # print is not safe in here
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with suppress(OSError):
+            os.write(2, b"\nsaving after this step; Ctrl-C ends at once and saves nothing\n")
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP
+            signal.signal(number, catch)
+
+
+def update_weights(optimizers, lr: float):
+    """Update every parameter at this learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_share", 1.0)
-        # Fused AdamW and Muon read found_inf on the device. For others, Python waits for `skip`
-        if hasattr(optimizer, "_step_supports_amp_scaling"):
-            optimizer.found_inf = skip.float()
-            optimizer.step()
-        elif not skip:
-            optimizer.step()
+        optimizer.step()
 
 
-def train(args, run, state, train_loader, val_loader, examples) -> int:
+def train(args, process, state, train_loader, val_loader, examples) -> int:
     """Train, and return the exit status: 0, or 128 plus the number of a signal."""
     model = state.model  # what the training loop calls
-    if run.world_size > 1 and args.zero == 0:
-        # It averages the gradients. With bucket views, it need not copy them back
-        model = DDP(state.model, gradient_as_bucket_view=True)
-    log = Log(state, args, run)
+    if process.world_size > 1 and args.zero == 0:
+        model = DDP(state.model, gradient_as_bucket_view=True)  # averages gradients where they are
+    log = Log(state, args, process)
     signals = []
     if train_loader:
         n = sum(p.numel() for p in state.model.parameters())
-        print0(f"{args.model}, {n:,} parameters, on {run.world_size} x {run.device_name}")
+        print0(f"{args.model}, {n:,} parameters, on {process.world_size} x {process.device_name}")
+        total = args.max_steps * args.total_batch_size / 1e6
         epochs = get_windows(args.max_steps - 1, args).stop / train_loader.windows
-        print0(f"{args.max_steps} steps, {epochs:.2f} epochs, {run.dtype}, B {train_loader.B}")
+        plan = f"{args.max_steps} steps of {args.total_batch_size:,} tokens, {total:,.1f}M in all"
+        print0(f"{plan}, {epochs:.2f} epochs, {process.dtype}, B {train_loader.B}")
         catch_signals(signals)
 
-    # First evaluate and save the model after `step` updates, if due. The last iteration ends there
-    intervals = (args.val_every, run.hellaswag_every, args.sample_every, args.save_every)
+    # First save and evaluate the model after `step` updates, if due. The last iteration ends there
+    intervals = (args.val_every, process.hellaswag_every, args.sample_every)
     start = state.step  # 0, or that of the checkpoint
+    must_stop = 0.0  # above 0 once a process has received a signal
+    skipped = 0  # updates in a row
     for step in range(start, args.max_steps + 1):
-        if log.must_stop or any(is_due(step, every, args) for every in intervals):
-            log.flush()  # which may set must_stop
-            if not log.must_stop or step == args.max_steps:
-                evaluate(state.model, step, val_loader, examples, log, run)
-            if step > start and (log.must_stop or is_due(step, args.save_every, args)):
-                save_checkpoint(state, train_loader.lengths, args, run)
-            log.begin = log.mark()  # the next step begins only now
-        if log.must_stop or step == args.max_steps:
+        if step > start and (must_stop or is_due(step, args.save_every, args)):
+            save_checkpoint(state, train_loader.lengths, args, process)
+        if must_stop and step < args.max_steps:
             break
+        if any(is_due(step, every, args) for every in intervals):
+            evaluate(state.model, step, val_loader, examples, log, process)
+        if step == args.max_steps:
+            break
+        log.begin = time.perf_counter()
 
         # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences. (Not
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
         windows = get_windows(step, args)
-        grad_accum_steps = math.ceil(len(windows) / (train_loader.B * run.world_size))
+        grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
         # DDP and FSDP average over the processes, which makes this the mean over all tokens
-        scale = run.world_size / (len(windows) * args.seq_len)
-        loss_sum = torch.zeros((), device=run.device)  # stays on the GPU: Python never waits for it
+        scale = process.world_size / (len(windows) * args.seq_len)
+        loss_sum = torch.zeros((), device=process.device)  # of this process's tokens
         for micro_step, (x, y) in enumerate(train_loader.batches(windows)):  # (B, T) each
             # DDP averages gradients in the last micro-step only, as with no_sync(); FSDP in all
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
-            with run.autocast():
-                loss = model(x, y).sum() * scale
-            state.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
+            with process.autocast():
+                micro_loss = model(x, y).sum() * scale
+            state.scaler.scale(micro_loss).backward()
+            loss_sum += micro_loss.detach()
 
-        # 2. Clip the gradient (`norm` is from before), as one bad batch could throw the weights off
+        # 2. Clip the gradient: one bad batch could throw the weights off. The norm is from before
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
-        norm = whole(nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf))
+        total_norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
 
-        # 3. Update the weights. All processes get the same values here, so they agree whether to
-        #    skip the update, and whether to stop because one of them has received a signal
-        stop = torch.full_like(norm, float(len(signals)))
-        values = run.mean(torch.stack((loss_sum, norm, stop)))
-        skip = ~values[:2].isfinite().all()  # one bad process is enough; log.flush counts them
+        # 3. Wait for the results. All processes get the same, so they agree whether to skip the
+        #    update, and whether to stop because one of them has received a signal
+        received = torch.full_like(loss_sum, len(signals))
+        results = torch.stack((loss_sum, whole(total_norm), received)) / process.world_size
+        if process.world_size > 1:
+            dist.all_reduce(results)
+        loss, norm, must_stop = results.tolist()
+
+        # 4. Update the weights. While a GPU does it, Python goes on and loads the next batch
         lr = get_lr(step, args)
-        update_weights(state.optimizers, lr, skip)
+        skipped = 0 if math.isfinite(loss + norm) else skipped + 1
+        if skipped == 0:
+            update_weights(state.optimizers, lr)
         state.scaler.update()
         state.step = step + 1
-        log.update(step, lr, torch.stack((*values, skip)))
+        log.record_step(step, loss, lr, norm, skipped > 0)
+        # 20, because float16's scaler may need 16 skipped updates to halve 2**16 to 1
+        require(skipped < 20, "20 updates in a row were not finite: try a lower --max_lr")
 
-    log.flush()
     if step < args.max_steps:
         print0("to continue, run the same command with --resume (and without --overwrite)")
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
-        if args.save_every > 0:  # another seed, for other texts than before
-            print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
+    if args.max_steps > 0 and args.save_every > 0:  # another seed, for other texts than before
+        print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
 
@@ -974,43 +1072,36 @@ QUICKSTART = {
     "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625, "prompt": "Return ",
     "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
-# optimizer: (max_lr as a multiple of GPT-3's, most steps of warmup, other defaults). 715 steps of
-# 2**19 tokens are 375M tokens, as in GPT-3. Muon's are from tests/benchmarks/runs/search.csv
-RECIPES = {
-    "adamw": (1, 715, {}),
-    "muon": (10, 60, {"schedule": "wsd", "weight_decay": 0.2, "final_lr_frac": 0.0}),
-}
 
-# heading: {flag: (kind, default, help)}. A kind is a type, or a tuple of choices; bool makes --flag
-# and --no-flag. A default of None is decided in decide_args, or in setup_run if it depends on the
-# machine. To add a flag, add a line: its heading says when the value in a checkpoint is kept
+# heading: {flag: (type or choices, default, help)}. To add a flag, add a line; its heading says if
+# the value in a checkpoint is kept. A None is replaced in derive_defaults or in setup_process
 FLAGS = {
-    "the model: --resume refuses other values; kept whenever a model is loaded": {
+    "the model: kept with its weights; --resume refuses other values": {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
-        "seq_len": (int, 0, "T: tokens in a sequence, 0: the model's context"),
+        "seq_len": (int, None, "T: tokens in a sequence (default: the model's context)"),
     },
-    "the run: kept by evaluations and by --resume, which refuses other values": {
-        "total_batch_size": (int, 2**19, "tokens per optimizer step, over all GPUs"),  # 524288
+    "the run: kept by --resume, which refuses other values, and by evaluations": {
+        "total_batch_size": (int, None, "tokens per step, on all GPUs (default: 27.5 x max_steps)"),
         "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the recipe"),
-        "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: wsd)"),
+        "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: linear)"),
         "seed": (int, 1337, "of the initial weights, the data order and the samples"),
         "shuffle": (bool, True, "read the data in a new order every epoch"),
         "overfit_one_batch": (bool, False, "train on the first batch only, to debug"),
     },
-    "the recipe: kept by evaluations and by --resume": {
+    "the recipe: kept by --resume and by evaluations": {
         "data_dir": (str, "edu_fineweb10B", "folder of shards; --resume expects the same"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
-        "warmup_steps": (int, None, "of rising rate (default: a third, at most 715, muon: 60)"),
-        "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 x that)"),
+        "warmup_steps": (int, None, "steps in which the rate rises (default: see derive_defaults)"),
+        "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 times that)"),
         "final_lr_frac": (float, 0.1, "rate where the decay ends, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
-    "evaluation, samples and checkpoints: kept by evaluations and by --resume": {
-        "val_every": (int, 250, "validate every this many steps, 0: never"),
+    "evaluation, samples and checkpoints: kept by --resume and by evaluations": {
+        "val_every": (int, None, "validate every this many steps, 0: never (default: 131M tokens)"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
-        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: on CUDA 250, else 0)"),
-        "sample_every": (int, 250, "print samples, 0: never"),
+        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: on CUDA val_every)"),
+        "sample_every": (int, None, "print samples, 0: never (default: 131M tokens)"),
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
@@ -1022,7 +1113,7 @@ FLAGS = {
     "the machine: kept by --resume, where auto and 0 are decided again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
-        "compile": (bool, None, "use torch.compile (default: on CUDA, where Triton is there)"),
+        "compile": (bool, None, "use torch.compile (default: on CUDA, if Triton is installed)"),
         "batch_size": (int, 0, "B: the most sequences per GPU and micro-step, 0: what fits"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
         "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
@@ -1040,17 +1131,12 @@ FLAGS = {
 MODEL, RUN, RECIPE, EVALUATION, MACHINE, _ = FLAGS  # the headings
 
 
-def flags_of(*headings) -> dict:
-    """Return {flag: default} of the flags under these headings, or else of all."""
-    tables = [FLAGS[heading] for heading in headings or FLAGS]
-    return {flag: row[1] for table in tables for flag, row in table.items()}
-
-
-def parse_flags(argv) -> dict:
-    """Return the flags that the command line gives, and no others, by name."""
-    # argument_default=SUPPRESS leaves out what is not given, usage=SUPPRESS keeps errors to a line
-    suppress = {"usage": argparse.SUPPRESS, "argument_default": argparse.SUPPRESS}
-    parser = argparse.ArgumentParser("train_gpt2.py", allow_abbrev=False, **suppress)
+def parse(argv: list, *defaults: dict) -> Namespace:
+    """Return every flag: from argv, or else from the last of the defaults that has it, or FLAGS."""
+    # SUPPRESS leaves out the usage, so that a mistake is reported in one line
+    style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    examples = __doc__[: __doc__.index("The file follows")]
+    parser = argparse.ArgumentParser("train_gpt2.py", argparse.SUPPRESS, examples, **style)
     for heading, flags in FLAGS.items():
         group = parser.add_argument_group(heading)
         for flag, (kind, default, text) in flags.items():
@@ -1061,192 +1147,109 @@ def parse_flags(argv) -> dict:
                 options.update(choices=kind, type=type(kind[0]))
             else:
                 options["type"] = kind
-            group.add_argument(f"--{flag}", **options)
-    return vars(parser.parse_args(argv))
+            group.add_argument(f"--{flag}", default=default, **options)
+    for known in defaults:
+        parser.set_defaults(**known)
+    return parser.parse_args(argv)
 
 
-def decide_args(given, stored) -> Namespace:
-    """Return every flag, from the command line, a checkpoint, RECIPES, QUICKSTART or else FLAGS."""
-    defaults = flags_of()
-    if given.get("quickstart"):
-        defaults |= QUICKSTART
-    optimizer = (defaults | stored | given)["optimizer"]
-    rate, warmup_steps, recipe = RECIPES.get(optimizer, RECIPES["adamw"])
-    args = Namespace(**(defaults | recipe | stored | given))
-    # A model from a folder may have a size that is not in SIZES
-    *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])
-    args.seq_len = args.seq_len or context
-    if args.max_lr is None:
-        args.max_lr = rate * gpt3_rate
-    if args.warmup_steps is None:  # a short run warms up for a third
-        args.warmup_steps = min(warmup_steps, args.max_steps // 3)
-    if args.sample or args.export_hf:  # an evaluation by samples only
-        vars(args).update(max_steps=0, val_every=0, hellaswag_every=0, sample_every=1)
-    elif args.quickstart and args.max_steps > 0 and args.log_dir == QUICKSTART["log_dir"]:
+def decide_args(argv: list) -> tuple[Namespace, dict]:
+    """Return every flag, and the source of the weights, {} for new ones. A flag is taken from the
+    first that has it: the command line, the source, QUICKSTART, derive_defaults, FLAGS."""
+    args = parse(argv)
+    preset = QUICKSTART if args.quickstart else {}
+    if args.sample or args.export_hf:  # nothing but samples. The last value of a flag counts
+        argv = [*argv, "--max_steps=0", "--val_every=0", "--hellaswag_every=0", "--sample_every=1"]
+    source, kept = find_source(parse(argv, preset))
+    args = parse(argv, preset, kept)
+    args = parse(argv, derive_defaults(args), preset, kept)
+    if args.quickstart and args.max_steps > 0 and args.log_dir == QUICKSTART["log_dir"]:
         args.overwrite = not args.resume  # the quickstart replaces its own earlier run
-    for flag, value in vars(args).items():
-        is_possible = not isinstance(value, int | float) or 0 <= value < math.inf
-        require(is_possible, f"--{flag} {value}: expected a finite number >= 0")
-    require(args.seed < 2**32, f"--seed {args.seed}: expected less than 2**32")
-    modes = (args.resume, args.overwrite, args.max_steps == 0)
-    require(sum(modes) < 2, "--resume, --overwrite and --max_steps 0 (--sample) exclude each other")
-    return args
-
-
-def find_source(given) -> tuple[Namespace, dict]:
-    """Return the flags, with resume off where there is no checkpoint, and the loaded source."""
-    args = decide_args(given, {})
-    checkpoints = list_checkpoints(args.log_dir)
-    is_free = not checkpoints and not Path(args.log_dir, "log.txt").exists()
-    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
-    # When torchrun starts a run again, --overwrite would delete the run's own checkpoints
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    may_write = is_free or args.resume or args.max_steps == 0 or (args.overwrite and is_first)
-    require(may_write, f"{args.log_dir} holds a run: {choice}")
-    path = Path(args.init_from).resolve()
-    is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
-    require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
-    source = {}  # for new weights
-    headings = [MODEL]
-    given["resume"] = args.resume and bool(checkpoints)
-    if given["resume"]:
-        source = load_checkpoint(checkpoints[-1])
-        headings += [RUN, RECIPE, EVALUATION, MACHINE]
-    elif args.init_from != "scratch" or args.sample or args.export_hf:
-        source = load_source(args.init_from)
-        if args.max_steps == 0:
-            headings += [RUN, RECIPE, EVALUATION]
-    stored = source.get("args", {})
-    args = decide_args(given, {flag: stored[flag] for flag in flags_of(*headings).keys() & stored})
+    check_args(args)
+    args.resume = args.resume and bool(list_checkpoints(args.log_dir))
     if args.resume:
         check_resume(args, source)
     return args, source
 
 
+def find_source(args) -> tuple[dict, dict]:
+    """Return what the weights come from, {} for new ones, and those of its flags that are kept."""
+    checkpoints = list_checkpoints(args.log_dir)
+    if args.resume and checkpoints:
+        source = load_checkpoint(checkpoints[-1])
+        headings = [MODEL, RUN, RECIPE, EVALUATION, MACHINE]
+    elif args.init_from != "scratch" or args.sample or args.export_hf:
+        source = load_source(args.init_from)
+        headings = [MODEL] if args.max_steps > 0 else [MODEL, RUN, RECIPE, EVALUATION]
+    else:
+        return {}, {}
+    flags = [flag for heading in headings for flag in FLAGS[heading] if flag in source["args"]]
+    return source, {flag: source["args"][flag] for flag in flags}
+
+
+def derive_defaults(args) -> dict:
+    """Return the defaults that depend on other flags."""
+    *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])  # a folder's model has no size
+    # Short runs end lower with small steps: 2000 steps have 2**16 tokens, 4000 have 2**17, 19073
+    # have 2**19 = 524288, as GPT-3's. See tests/benchmarks/runs
+    exponent = round(math.log2(27.5 * max(1, args.max_steps)))
+    tokens = args.total_batch_size or 2 ** min(19, max(15, exponent))
+    # An evaluation every 131M tokens, which are 250 steps of 2**19, takes about 4% of the time
+    every = max(1, 250 * 2**19 // tokens)
+    # GPT-3 warms up for 375M tokens, 715 steps of 2**19; a short run for a third of its steps
+    third = args.max_steps // 3
+    recipe = {"max_lr": gpt3_rate, "warmup_steps": min(715, third)}
+    if args.optimizer == "muon":  # from tests/benchmarks/runs/search.csv
+        recipe = {"max_lr": 10 * gpt3_rate, "warmup_steps": min(60, third)}
+        recipe |= {"schedule": "linear", "weight_decay": 0.2, "final_lr_frac": 0.0}
+    sizes = {"seq_len": context, "total_batch_size": tokens}
+    return recipe | sizes | {"val_every": every, "sample_every": every}
+
+
+def check_args(args):
+    """Raise UserError for impossible values, and where the run would damage another one."""
+    for flag, value in vars(args).items():
+        is_possible = not isinstance(value, int | float) or 0 <= value < math.inf
+        require(is_possible, f"--{flag} {value}: expected a finite number >= 0")
+    modes = (args.resume, args.overwrite, args.max_steps == 0)
+    require(sum(modes) < 2, "--resume, --overwrite and --max_steps 0 (--sample) exclude each other")
+    is_free = not list_checkpoints(args.log_dir) and not Path(args.log_dir, "log.txt").exists()
+    choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
+    require(is_free or any(modes), f"{args.log_dir} holds a run: {choice}")
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    danger = "torchrun's --max_restarts would repeat --overwrite"
+    require(not (args.overwrite and may_restart), f"{danger}: delete {args.log_dir}, and --resume")
+    path = Path(args.init_from).resolve()
+    is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
+    require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
+
+
 def check_resume(args, source):
     """Raise UserError if the flags would make the run in log_dir another run."""
-    unknown = sorted(source["args"].keys() - flags_of())
+    known = {flag: row[1] for flags in FLAGS.values() for flag, row in flags.items()}
+    unknown = sorted(source["args"].keys() - known)
     require(not unknown, f"--resume: {args.log_dir} holds a run with {unknown}, not in this script")
-    for flag, default in flags_of(MODEL, RUN).items():
+    for flag in [*FLAGS[MODEL], *FLAGS[RUN]]:
         new = getattr(args, flag)
-        old = source["args"].get(flag, default)  # an older script may not have had the flag
+        old = source["args"].get(flag, known[flag])  # an older script may not have had the flag
         require(new == old, f"--resume: {args.log_dir} holds a run with --{flag} {old}, not {new}")
     found = f"{args.log_dir} is at step {source['step']}"
     require(source["step"] <= args.max_steps, f"{found}, beyond --max_steps {args.max_steps}")
     print0(f"{found}, reached with dtype {source['dtype']}")
 
 
-def make_config(args, source) -> GPTConfig:
-    """Return the model's config: the source's, or the size's with the data's vocabulary."""
-    flags = {f: value for f, value in vars(args).items() if f in GPTConfig.__dataclass_fields__}
-    if source:
-        config = GPTConfig(**(source["config"] | flags))
-        changed = dict(asdict(config).items() - asdict(GPTConfig(**source["config"])).items())
-        if args.model != source["args"]["model"]:
-            changed["model"] = args.model
-        require(not changed, f"the flags describe another model than the weights: {changed}")
-    else:
-        require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
-        n_layer, n_head, n_embd, block_size, _ = SIZES[args.model]
-        shape = {"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "block_size": block_size}
-        config = GPTConfig(**(shape | read_meta(args.data_dir) | flags))
-    context = config.block_size
-    require(args.seq_len <= context, f"--seq_len {args.seq_len}: the context is {context} tokens")
-    return config
-
-
-def choose_batch_size(config, args, run) -> int:
-    """Return B, the sequences in a micro-step of one process. B changes nothing but rounding."""
-    if args.max_steps == 0:  # an evaluation, which needs little memory
-        return args.batch_size or 16
-    T = args.seq_len
-    sequences, rest = divmod(args.total_batch_size, T)
-    require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
-    most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
-    if run.device.type == "cuda" and not args.batch_size:
-        parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
-        shards = run.world_size if args.zero > 0 else 1
-        # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter,
-        # and copies, in 16 bits or gathered, up to 4
-        weights = (16 / shards + 4) * parameters
-        # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
-        # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
-        # Autocast keeps some in float32, which makes about 20 C
-        blocks = 20 * config.n_layer
-        if args.recompute:  # every block's input, and all values of one block at a time
-            blocks = 20 + config.n_layer
-        size = 2 if run.dtype in ("bfloat16", "float16") else 4
-        # The kernel has one copy of the logits. PyTorch's loss also has some in float32
-        logits = 2 if triton and run.dtype == "bfloat16" else 16
-        sequence = (size * blocks * config.n_embd + logits * config.vocab_size) * T  # bytes
-        memory = 0.9 * torch.cuda.get_device_properties(run.device).total_memory  # 10% spare
-        most = min(128, int((memory - weights) / sequence))  # an H100 gets no faster beyond 128
-        require(most > 0, "no sequence fits: use --recompute, --zero 3 or a smaller --model")
-    # Divide the sequences evenly over the processes, and their shares over few micro-steps
-    share = math.ceil(sequences / run.world_size)
-    return math.ceil(share / math.ceil(share / most))
-
-
-def prepare(args, source, run) -> tuple:
-    """Do all that can fail before the first step. Return what `train` takes after args and run."""
-    if run.rank > 0:
-        run.gather()  # the first process downloads, and others find the files
-    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
-        import fineweb
-
-        fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
-    config = make_config(args, source)
-    if args.sample_every > 0 or run.hellaswag_every > 0:
-        get_tokenizer(config.tokenizer)
-    train_loader = val_loader = examples = None  # what is not needed
-    if run.hellaswag_every > 0:
-        import hellaswag
-
-        path = hellaswag.fetch()
-        with loading(path):  # of longer rows, the end is kept
-            examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
-    if run.rank == 0:
-        run.gather()
-    B = choose_batch_size(config, args, run)
-    if args.max_steps > 0:
-        train_loader = DataLoaderLite("train", B, config, args, run)
-        next(train_loader.batches(range(1)))  # is the data readable?
-    if args.val_every > 0:
-        val_loader = DataLoaderLite("val", B, config, args, run)
-    if args.resume:
-        require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
-    steps = run.gather(source["step"] if args.resume else 0)  # each machine may have its own disk
-    require(len(set(steps)) == 1, f"the processes have found checkpoints of the steps {steps}")
-    state = make_state(config, source, args, run)
-    run.gather()  # all wait: where one has failed, none goes on
-    return state, train_loader, val_loader, examples
-
-
-def catch_signals(received: list):
-    """Append to the list the signals that arrive: SIGTERM, from a scheduler or kill, or Ctrl-C."""
-
-    def catch(signum, frame):  # print is not safe in here
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with suppress(BrokenPipeError):
-            os.write(2, b"\nsaving in a step or two, after any evaluation; Ctrl-C ends at once\n")
-
-    signal.signal(signal.SIGTERM, catch)
-    signal.signal(signal.SIGINT, catch)
-
-
 def main(argv=None):
     """Run the command line and exit: with 0, 2 for a UserError, or 128 plus a signal's number."""
     try:
-        args, source = find_source(parse_flags(argv))
+        args, source = decide_args(sys.argv[1:] if argv is None else argv)
         if args.export_hf:
             export_hf(GPT.from_pretrained(args.init_from), args.export_hf)
             sys.exit(0)
-        run = setup_run(args)
-        prepared = prepare(args, source, run)
+        process = setup_process(args)
+        prepared = prepare(args, source, process)
         del source  # a mapped file: until then, deleting it would free no disk
-        status = train(args, run, *prepared)
-        if run.world_size > 1:
+        status = train(args, process, *prepared)
+        if process.world_size > 1:
             dist.destroy_process_group()
     except (UserError, ConnectionError) as error:  # the latter from hellaswag.py
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
@@ -1346,49 +1349,46 @@ class Muon(torch.optim.Optimizer):
 
     # The gradient of a matrix has few large singular values and many small ones, so a step along it
     # moves the matrix in few directions. Muon averages the gradients and then makes all singular
-    # values about 1, so that every direction learns. Matrices of one shape are stacked, because
-    # torch.optim.Muon, which takes them one by one, launches a thousand kernels a step
+    # values about 1, so that every direction learns. Matrices of one shape are stacked: one by one,
+    # as in torch.optim.Muon, they need a thousand kernels a step
 
     def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__([group for group in params if group["params"]], defaults)
-        self._step_supports_amp_scaling = True  # step reads found_inf
-        self.found_inf = torch.zeros((), device=self.param_groups[0]["params"][0].device)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every matrix, those of the same shape together."""
-        # Where found_inf is 1, nothing changes: averages stand in for gradients, and the rate is 0
+        """Update every matrix. On the way, its gradient is overwritten by the update."""
+        updates = {}
+        matrices = []  # parts of the updates, which are made orthogonal in place
         for group in self.param_groups:
-            rate = group["lr"] * (1 - self.found_inf)
-            for shape in sorted({p.shape for p in group["params"]}):
-                params = [p for p in group["params"] if p.shape == shape]
-                stack = torch.stack([self.average_gradient(p, group["momentum"]) for p in params])
+            averages = [self.state[p]["momentum_buffer"] for p in group["params"]]
+            gradients = [p.grad for p in group["params"]]
+            torch._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+            # Nesterov's momentum: the average as it would be after the same gradient once more
+            torch._foreach_lerp_(gradients, averages, group["momentum"])
+            for p in group["params"]:
+                updates[p] = whole(p.grad)
                 # c_attn is divided into q, k and v. If they were made orthogonal as one matrix, the
                 # largest of them would take most of the update
-                parts = stack.split(group.get("rows", shape[0]), dim=1)
-                updates = rate * torch.cat([orthogonal_updates(part) for part in parts], dim=1)
-                for p, update in zip(params, updates, strict=True):
-                    p.mul_(1 - rate * group["weight_decay"])
-                    p.sub_(shard_as(p, update))
-
-    def average_gradient(self, p: Tensor, momentum: float) -> Tensor:
-        """Add p's gradient to its running average, and return the direction of the step."""
-        if "momentum_buffer" not in self.state[p]:
-            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        average = self.state[p]["momentum_buffer"]
-        gradient = torch.where(self.found_inf > 0, average, p.grad)
-        average.lerp_(gradient, 1 - momentum)
-        # Nesterov's momentum: the average as it would be after the same gradient once more
-        ahead = gradient.lerp(average, momentum)
-        # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
-        if p.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
-            ahead = ahead.bfloat16()
-        return whole(ahead)
+                matrices += updates[p].split(group.get("rows", len(p)))
+        for shape in sorted({matrix.shape for matrix in matrices}):
+            make_orthogonal([matrix for matrix in matrices if matrix.shape == shape])
+        for group in self.param_groups:
+            parts = [shard_as(p, updates[p]) for p in group["params"]]
+            torch._foreach_mul_(group["params"], 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(group["params"], parts, alpha=-group["lr"])
 
 
-def orthogonal_updates(stack: Tensor) -> Tensor:
-    """Return the orthogonalized matrices of a stack (n, rows, columns), scaled to be updates."""
+def make_orthogonal(matrices: list):
+    """Overwrite matrices of one shape by their orthogonalized versions, scaled to be updates."""
+    stack = torch.stack(matrices)
+    # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
+    if stack.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
+        stack = stack.bfloat16()
     if dist.is_initialized():  # every process computes a share of them
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         updates = torch.zeros_like(stack)
@@ -1398,7 +1398,8 @@ def orthogonal_updates(stack: Tensor) -> Tensor:
         updates = orthogonalize(stack)
     # An orthogonal matrix has entries of root mean square max(rows, columns) ** -0.5. Scale them
     # to 0.2, as large as AdamW's updates are, so that one rate serves both optimizers
-    return 0.2 * max(stack.shape[1:]) ** 0.5 * updates
+    updates *= 0.2 * max(stack.shape[1:]) ** 0.5
+    torch._foreach_copy_(matrices, updates.unbind())
 
 
 def orthogonalize(stack: Tensor) -> Tensor:
@@ -1444,12 +1445,11 @@ def load_hf(name: str) -> dict:
     found = f"{name} is a {c.model_type} model with {c.vocab_size} tokens"
     require(c.model_type == "gpt2" and tokenizer, f"{found}, expected gpt2 with 50257 or 257")
     with loading(name):
-        theirs = GPT2LMHeadModel.from_pretrained(name)
+        theirs = GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32)
     shape = (c.n_layer, c.n_head, c.n_embd, c.n_positions)
     ours = GPT(GPTConfig(*shape, c.vocab_size, tokenizer, eot=c.vocab_size - 1), seed=None)
     weights = change_layout(theirs.state_dict(), len(ours.lm_head.weight))
     load_weights(ours, weights)
-    # The activation or a scale may differ from GPT-2's
     require(same_outputs(ours, theirs), f"{name} has other logits than this script's GPT")
     sizes = [size for size, values in SIZES.items() if values[:4] == shape] or [name]
     args = {"model": sizes[0], "seq_len": c.n_positions}

@@ -40,7 +40,10 @@ def tiny_model(monkeypatch):
     """Add the size `test` to the table for the length of a test, and compute deterministically."""
     monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
     torch.use_deterministic_algorithms(True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield
     torch.use_deterministic_algorithms(False)
     for number, handler in handlers.items():  # a run in this process has set its own
@@ -67,11 +70,11 @@ def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
     return folder
 
 
-def make_run(rank=0, world_size=1, **changes) -> train_gpt2.Run:
-    """Return a Run of one or many processes on the CPU, but for the changes."""
+def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
+    """Return a Process of one or many processes on the CPU, but for the changes."""
     cpu = {"device": torch.device("cpu"), "device_name": "cpu", "dtype": "float32"}
     cpu |= {"compile": False, "hellaswag_every": 0, "rank": rank, "world_size": world_size}
-    return train_gpt2.Run(**(cpu | changes))
+    return train_gpt2.Process(**(cpu | changes))
 
 
 def break_losses(monkeypatch, change) -> None:
@@ -88,7 +91,7 @@ def break_losses(monkeypatch, change) -> None:
 def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
     """Make a tiny run in processes of its own, and return status, stdout and stderr. If one fails,
     the others are ended, as torchrun does it. `patch` is Python code that each runs before it starts:
-    it sees train_gpt2, torch, os, signal and `rank`, and can break anything."""
+    it sees train_gpt2, torch, os, signal, `flags` and `rank`, and can break anything."""
     flags = [str(flag) for flag in [*FLAGS, *flags]]
     store, group = host(), {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -177,6 +180,7 @@ def run_rank(flags, patch, env: dict[str, str], folder: str, rank: int) -> None:
     train_gpt2.SIZES["test"] = TINY
     torch.use_deterministic_algorithms(True)
     known = {"train_gpt2": train_gpt2, "torch": torch, "os": os, "signal": signal, "rank": rank}
+    known["flags"] = flags
     exec(patch, known)
     try:
         train_gpt2.main(flags)

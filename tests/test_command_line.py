@@ -11,15 +11,21 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, ROOT, load, main, make_run, read_log
+from conftest import DATA, ROOT, load, main, make_process, read_log
 from torch import nn
 
 import train_gpt2
-from train_gpt2 import FLAGS, QUICKSTART, RECIPES, GPTConfig, UserError, decide_args
+from train_gpt2 import FLAGS, QUICKSTART, GPTConfig, UserError, decide_args
+
+
+def decide(given: dict) -> tuple[Namespace, dict]:
+    """Return what decide_args does for these flags."""
+    argv = [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in given.items()]
+    return decide_args(argv)
 
 
 def defaults(**given) -> Namespace:
-    return decide_args({"device": "cpu"} | given, {})
+    return decide({"device": "cpu", "log_dir": "nowhere"} | given)[0]
 
 
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
@@ -34,7 +40,6 @@ BAD = {
     "no checkpoint": (["--init_from", __file__], "test_command_line.py cannot be loaded"),
     "T above the context": (["--seq_len", 17], "--seq_len 17: the context is 16"),
     "part of a sequence": (["--total_batch_size", 100], "expected a multiple of --seq_len 16"),
-    "too large a seed": (["--seed", 2**32], "--seed 4294967296: expected less than 2\\*\\*32"),
     "sample of nothing": (["--sample"], "--init_from scratch: expected a checkpoint"),
     "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
     "resume and evaluate": (["--resume", "--max_steps", 0], "exclude each other"),
@@ -58,10 +63,11 @@ def test_a_mistake_is_one_line_and_status_2(case, tmp_path, shards, capsys, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "used"]
 
 
-def test_help_lists_every_flag_with_its_default(capsys):
+def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys):
     """Numbers too, unless the default depends on other flags."""
     assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
+    assert 0 < text.index("python train_gpt2.py --quickstart") < text.index("--model") < 1000
     for flags in FLAGS.values():
         for flag, (kind, default, help) in flags.items():
             assert f"--{flag}" in text and " ".join(help.split()) in text, flag
@@ -69,17 +75,19 @@ def test_help_lists_every_flag_with_its_default(capsys):
             assert kind is not bool or f"--no-{flag}" in text, flag
 
 
-def test_a_flag_comes_from_the_first_that_has_it(monkeypatch):
-    """The command line, the checkpoint, the optimizer's recipe, --quickstart, the default."""
+def test_a_flag_comes_from_the_first_that_has_it(tmp_path, shards, monkeypatch):
+    """The command line, the checkpoint, --quickstart, what follows from other flags, the default."""
+    log = str(tmp_path / "log")
+    own = ["--optimizer", "muon", "--weight_decay", 0.5, "--max_lr", 0.5, "--seq_len", 8]
+    assert main("--data_dir", shards, "--log_dir", log, "--max_steps", 1, *own) == 0
     monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
-    monkeypatch.setitem(RECIPES, "muon", (1, 1, {"weight_decay": 0.6, "schedule": "wsd"}))
-    stored = {"optimizer": "muon", "weight_decay": 0.5, "max_lr": 0.5, "seq_len": 8, "model": "d6"}
-    cases = [({}, {}, 0.1), ({"quickstart": True, "optimizer": "adamw"}, {}, 0.7),
-             ({"quickstart": True}, {}, 0.6), ({"optimizer": "muon"}, {}, 0.6), ({}, stored, 0.5),
-             ({"quickstart": True}, stored, 0.5), ({"weight_decay": 0.4}, stored, 0.4)]  # fmt: skip
-    for given, where, expected in cases:
-        assert decide_args(given, where).weight_decay == expected, (given, where)
-    assert decide_args({"max_lr": 0.0}, stored).max_lr == 0, "0 is a value"
+    stored = {"log_dir": log, "resume": True}
+    cases = [({}, 0.1), ({"optimizer": "muon"}, 0.2), ({"quickstart": True}, 0.7), (stored, 0.5),
+             ({"quickstart": True} | stored, 0.5), ({"weight_decay": 0.4} | stored, 0.4)]  # fmt: skip
+    for given, expected in cases:
+        args, _ = decide({"log_dir": "nowhere"} | given)
+        assert args.weight_decay == expected, given
+    assert decide(stored | {"max_lr": 0.0})[0].max_lr == 0, "0 is a value"
 
 
 def test_the_heading_of_a_flag_decides_where_it_travels(tmp_path, shards, monkeypatch):
@@ -96,23 +104,25 @@ def test_the_heading_of_a_flag_decides_where_it_travels(tmp_path, shards, monkey
         ({"init_from": log, "sample": True, "seed": 6}, (8, 6, 0.5, 0, 0, None, str(shards))),
         ({"init_from": log, "log_dir": elsewhere}, (8, 1337, 1.0, 250, 0, None, "edu_fineweb10B")),
     ]:
-        args, source = train_gpt2.find_source(dict(given))
+        args, source = decide(given)
         assert tuple(getattr(args, flag) for flag in found) == expected, given
         assert source["step"] == 2 and args.resume == ("resume" in given)
 
 
-@pytest.mark.parametrize("given, cpu, gpu", [(None, 0, 250), (5, 5, 5), (0, 0, 0)])
+@pytest.mark.parametrize("given, cpu, gpu", [(None, 0, 99), (5, 5, 5), (0, 0, 0)])
 def test_hellaswag_is_left_out_on_a_cpu_unless_it_is_asked_for(monkeypatch, given, cpu, gpu):
     """A checkpoint made on a CPU says nothing of GPUs: what is not given is decided by each run."""
-    args = decide_args({} if given is None else {"hellaswag_every": given}, {})
+    args = defaults(
+        device="auto", val_every=99, **({} if given is None else {"hellaswag_every": given})
+    )
     assert args.hellaswag_every == given
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert train_gpt2.setup_run(args).hellaswag_every == cpu
+    assert train_gpt2.setup_process(args).hellaswag_every == cpu
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": (8, 0)}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert train_gpt2.setup_run(args).hellaswag_every == gpu
+    assert train_gpt2.setup_process(args).hellaswag_every == gpu
 
 
 def test_defaults_follow_the_model_and_the_optimizer():
@@ -125,12 +135,40 @@ def test_defaults_follow_the_model_and_the_optimizer():
     assert (args.model, args.max_lr, args.seq_len, args.schedule) == ("d24", 3e-4, 1024, "cosine")
     assert defaults(model="gpt3:c768").seq_len == 2048
     args = defaults(model="d24", optimizer="muon")
-    assert args.max_lr == pytest.approx(3e-3) and vars(args).items() >= RECIPES["muon"][2].items()
-    assert defaults().total_batch_size * defaults().max_steps == pytest.approx(10e9, rel=1e-3)
-    args = defaults(quickstart=True, max_steps=3)
+    assert args.max_lr == pytest.approx(3e-3) and args.final_lr_frac == 0
+    assert defaults(schedule="constant", optimizer="muon").schedule == "constant"
+    args = defaults(quickstart=True, max_steps=3, log_dir=QUICKSTART["log_dir"])
     assert vars(args).items() >= (QUICKSTART | {"max_steps": 3}).items() and args.overwrite
-    for given in ({"resume": True}, {"log_dir": "mine"}):
-        assert not defaults(quickstart=True, **given).overwrite and not defaults().overwrite
+    assert not defaults(quickstart=True).overwrite and not defaults().overwrite
+    args = defaults(quickstart=True, log_dir=QUICKSTART["log_dir"], resume=True)
+    assert not args.overwrite
+
+
+@pytest.mark.parametrize("max_steps, exponent", [
+    (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
+])  # fmt: skip
+def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
+    """So do the tokens between two evaluations and the length of a run: 4 minutes have one, at the
+    end. What is given counts, and the rest follows from it."""
+    args = defaults(max_steps=max_steps)
+    every = 250 * 2 ** (19 - exponent)
+    assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
+    assert args.val_every == args.sample_every == every
+    args = defaults(max_steps=max_steps, total_batch_size=2**18, sample_every=7)
+    assert (args.total_batch_size, args.val_every, args.sample_every) == (2**18, 500, 7)
+
+
+def test_a_resumed_run_keeps_its_tokens_a_step(tmp_path, shards, capsys):
+    """Although twice as many steps would have others by default. The first lines say how many."""
+    flags = f"--data_dir {shards} --log_dir {tmp_path} --val_every 0 --model test --device cpu"
+    flags += " --hellaswag_every 0 --sample_every 0 --batch_size 2048"
+    for more in ("--max_steps 1", "--max_steps 2 --resume"):
+        with pytest.raises(SystemExit, match="0"):
+            train_gpt2.main(f"{flags} {more}".split())
+    assert "1 steps of 32,768 tokens, 0.0M in all, " in capsys.readouterr().out
+    assert load(tmp_path, 2)["args"]["total_batch_size"] == 2**15
+    args, _ = decide({"log_dir": tmp_path, "resume": True, "max_steps": 4000})
+    assert args.total_batch_size == 2**15
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
@@ -143,24 +181,26 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
 
     for T, sequences, world, B in (
         (1024, 512, 1, 8), (64, 12, 1, 12), (1000, 14, 1, 7), (16384, 2, 1, 1), (1000, 17, 1, 6),
-        (1024, 512, 3, 8), (1024, 512, 7, 8), (1024, 20, 3, 7), (1024, 3, 5, 1),
+        (1024, 512, 3, 8), (1024, 512, 7, 8), (1024, 20, 3, 7), (1024, 5, 5, 1),
     ):  # fmt: skip
-        assert choose(make_run(0, world), seq_len=T, total_batch_size=T * sequences) == B
-    memory = Namespace()
+        assert choose(make_process(0, world), seq_len=T, total_batch_size=T * sequences) == B
+    with pytest.raises(UserError, match="3 sequences of 1024 tokens for 5 processes"):
+        choose(make_process(0, 5), total_batch_size=3 * 1024)
+    memory = {}
     monkeypatch.setattr(train_gpt2, "triton", "installed")
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # slow
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory["free"], 2**40))
     for gib, flags, dtype, world, fitting in [
         (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
         (24, {"recompute": True}, "bfloat16", 1, 128), (24, {"zero": 3}, "bfloat16", 8, 46),
     ]:  # fmt: skip
-        memory.total_memory = gib * 2**30
-        gpu = make_run(0, world, device=torch.device("cuda", 0), dtype=dtype)
+        memory["free"] = gib * 2**30
+        gpu = make_process(0, world, device=torch.device("cuda", 0), dtype=dtype)
         for share, B in ((fitting, fitting), (fitting + 1, fitting // 2 + 1)):
             assert choose(gpu, total_batch_size=1024 * share * world, **flags) == B, (gib, flags)
     assert choose(gpu, batch_size=4) == 4, "the user knows better"
     assert choose(gpu, max_steps=0, seq_len=1000) == 16, "an evaluation divides and keeps nothing"
-    memory.total_memory = 2 * 2**30
+    memory["free"] = 2 * 2**30
     with pytest.raises(UserError, match="no sequence fits"):
         choose(gpu)
 

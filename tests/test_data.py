@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import main, make_run
+from conftest import main, make_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import train_gpt2
-from train_gpt2 import GPT, DataLoaderLite, GPTConfig, Run, UserError, read_meta, validate
+from train_gpt2 import GPT, DataLoaderLite, GPTConfig, Process, UserError, read_meta, validate
 
 # of windows of 8 tokens, in shards of 50, 37 and 90, with seed 1337: how the first two epochs begin
 GOLDEN_ORDER = [[32, 95, 58, 0, 16, 24, 167, 111], [135, 0, 66, 127, 16, 74, 103, 151]]
@@ -29,7 +29,7 @@ def make_shards(folder, sizes) -> Path:
 
 def make_loaders(folder, T, B=1, world=1, seed=1337, shuffle=True, split="train"):
     args = Namespace(data_dir=str(folder), seq_len=T, seed=seed, shuffle=shuffle)
-    runs = [make_run(rank, world) for rank in range(world)]
+    runs = [make_process(rank, world) for rank in range(world)]
     return [DataLoaderLite(split, B, GPTConfig(), args, run) for run in runs]
 
 
@@ -136,7 +136,7 @@ def test_validation_sees_the_same_tokens_for_every_b_and_world(shards, monkeypat
     model.transformer.wte.weight.data[:257] *= 20  # losses then differ from window to window
     data = torch.from_numpy(np.load(shards / "test_val_000000.npy").astype(np.int64))
     # `total` below adds up the results of all processes, as validate does with gathered ones
-    monkeypatch.setattr(Run, "gather", lambda run, value: [value])
+    monkeypatch.setattr(Process, "gather", lambda self, value: [value])
     args = Namespace(data_dir=str(shards), seq_len=16, seed=1337, shuffle=True)
     seen = []
     for tokens, windows in ((7, 1), (16 * 5 + 15, 5), (16 * 62, 62), (10**6, 62)):
@@ -144,7 +144,7 @@ def test_validation_sees_the_same_tokens_for_every_b_and_world(shards, monkeypat
         expected = F.cross_entropy(model(x).double().flatten(0, 1), y.flatten()).item()
         total = 0.0
         for rank in range(world):
-            run = make_run(rank, world)
+            run = make_process(rank, world)
             total += validate(model, DataLoaderLite("val", B, model.config, args, run), tokens, run)
         assert total == pytest.approx(expected, abs=1e-5)
         seen.append(round(expected, 3))

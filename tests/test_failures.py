@@ -102,21 +102,22 @@ def old(tmp_path, shards):
 
 
 def test_a_folder_that_holds_a_run_is_left_alone(old, shards, capsys, monkeypatch):
-    """A new run needs --overwrite there, and when torchrun starts it again, not even that deletes
+    """A new run needs --overwrite there. Where torchrun may start it again, not even that deletes
     the checkpoints; nor does the quickstart. An evaluation writes nothing."""
     flags = ["--data_dir", shards, "--log_dir", old, "--seq_len", 16]
     before = contents(old)
-    message = "holds a run: --resume continues it, --overwrite deletes it"
-    assert refused(capsys, message, *flags, "--max_steps", 4)
+    holds = "holds a run: --resume continues it, --overwrite deletes it"
+    assert refused(capsys, holds, *flags, "--max_steps", 4)
     assert main(*flags, "--init_from", old, "--max_steps", 0) == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     monkeypatch.setitem(train_gpt2.QUICKSTART, "log_dir", str(old))
+    message = "torchrun's --max_restarts would repeat --overwrite"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     for flag in ("--overwrite", "--quickstart"):
         assert refused(capsys, message, *flags, "--max_steps", 4, flag)
     assert contents(old) == before
     for path in old.glob("*.pt"):
         path.unlink()
-    assert refused(capsys, message, *flags, "--max_steps", 4), "log.txt alone is a run too"
+    assert refused(capsys, holds, *flags, "--max_steps", 4), "log.txt alone is a run too"
 
 
 def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tmp_path, capsys):
@@ -184,10 +185,10 @@ def test_a_full_disk_or_memory_ends_the_run(old, shards, tmp_path, patch, proces
     assert main(*flags) == 0 and steps(old) == [2, 4]
 
 
-def npy(dtype, shape=999) -> bytes:
-    """Return the bytes of a .npy file of zeros."""
+def npy(dtype, shape=999, token=0) -> bytes:
+    """Return the bytes of a .npy file of one token."""
     file = io.BytesIO()
-    np.save(file, np.zeros(shape, dtype))
+    np.save(file, np.full(shape, token, dtype))
     return file.getvalue()
 
 
@@ -213,6 +214,7 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
     ("test_train_000002.npy", b"", "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"some text", "train_000002.npy cannot be loaded"),
     ("a_train.bin", b"", "a_train.bin cannot be loaded"),
+    ("a_train.npy", npy(np.uint16, 10**5, 300), "data has tokens of another vocabulary"),
 ])  # fmt: skip
 def test_data_that_cannot_be_used_is_named(tmp_path, shards, capsys, name, content, message):
     """In one line, before the run makes log_dir."""

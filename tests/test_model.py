@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import DATA, make_run, needs_data
+from conftest import DATA, make_process, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -164,10 +164,12 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
     peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
     for name, peak in peaks.items():
-        found = train_gpt2.peak_tokens_per_second(model, 1024, make_run(0, 8, device_name=name))
+        found = train_gpt2.peak_tokens_per_second(model, 1024, make_process(0, 8, device_name=name))
         assert found == pytest.approx(8 * peak / flops), name
     for name in ("New GPU", "NVIDIA T400 4GB"):  # which is no T4
-        assert train_gpt2.peak_tokens_per_second(model, 1024, make_run(device_name=name)) is None
+        assert (
+            train_gpt2.peak_tokens_per_second(model, 1024, make_process(device_name=name)) is None
+        )
 
 
 # ---- the loss, and the padding

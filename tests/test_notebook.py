@@ -41,7 +41,7 @@ def test_an_experiment_sets_flags_or_changes_one_to_three_lines_of_the_script(na
     """The notebook finds each line of train_gpt2.py that it changes, and the result compiles."""
     script = changed = (ROOT / "train_gpt2.py").read_text()
     flags, changes = EXPERIMENTS[name]
-    train_gpt2.parse_flags(flags.split())  # exits if the script does not have them
+    train_gpt2.parse(flags.split())  # exits if the script does not have them
     for old, new in changes:
         assert script.count(old) == 1, old
         assert changed.count(old) == 1, "one change undoes what another looks for"

@@ -42,7 +42,11 @@ CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),
     "a layer": ("", '=return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'),
-    "a layer, by a flag": ("--relu", '> tokenizer: str = "gpt2"\n', '>a model is loaded": {\n'),
+    "a layer, by a flag": (
+        "--relu",
+        '> tokenizer: str = "gpt2"\n',
+        '>weights; --resume refuses other values": {\n',
+    ),
     "the optimizer": ("--optimizer nadam", '<raise UserError(f"--optimizer'),
 }
 

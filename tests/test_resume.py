@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import contents, leaves, load, main, read_log, run, steps, write_shards
+from conftest import ROOT, contents, leaves, load, main, read_log, run, steps, write_shards
 
 import train_gpt2
 
@@ -82,14 +82,16 @@ def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, s
     """It is loaded without executing code, and its names are those of the model's parameters."""
     assert main("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 2) == 0
     saved = load(tmp_path, 2)
-    keys = {"model", "optimizer", "scaler", "config", "args", "dtype", "step", "data"}
+    keys = {"model", "optimizer", "scaler", "config", "args", "dtype", "step", "data", "script"}
     assert saved.keys() == keys and saved["step"] == 2 and saved["dtype"] == "float32"
     lengths = {1: 700, 2: 1201, 3: 333}
     assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
     assert saved["model"].keys() == model.state_dict().keys()
     weights = 4 * sum(p.numel() for p in model.parameters())  # bytes, a tied matrix once
-    size = (tmp_path / "model_00002.pt").stat().st_size  # weights, two moments, and some names
+    assert saved["script"] == (ROOT / "train_gpt2.py").read_text()
+    # weights, two moments, and some names
+    size = (tmp_path / "model_00002.pt").stat().st_size - len(saved["script"].encode())
     assert 3 * weights < size < 3 * weights + model.lm_head.weight.nbytes
 
 
@@ -145,7 +147,7 @@ def test_a_file_counts_once_it_has_its_name(tmp_path, shards):
     flags = ["--data_dir", shards, "--max_steps", 6, "--save_every", 2, "--batch_size", 8]
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
     assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
-    names = {"log.txt", "model_00002.pt", "model_00004.pt.tmp"}
+    names = {"log.txt", "model_00002.pt", "unfinished.tmp"}
     assert contents(tmp_path / "b").keys() == names
     assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
@@ -162,11 +164,11 @@ def test_bytes_reach_the_disk_before_their_name(tmp_path, shards, monkeypatch):
 
 
 MAPPED = """
-flush = train_gpt2.Log.flush
-def look(self):
+record = train_gpt2.Log.record
+def look(self, *args, **values):
     print("mapped:", "model_00002.pt" in open("/proc/self/maps").read())
-    flush(self)
-train_gpt2.Log.flush = look
+    record(self, *args, **values)
+train_gpt2.Log.record = look
 """
 
 
@@ -177,6 +179,31 @@ def test_a_deleted_checkpoint_gives_back_its_disk(tmp_path, shards):
     status, out, err = run(*flags, "--max_steps", 6, "--resume", patch=MAPPED)
     assert status == 0 and steps(tmp_path) == [6], err
     assert "mapped: False" in out and "mapped: True" not in out
+
+
+def test_a_run_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
+    """An evaluation that fails after the last update loses nothing."""
+    values = iter([5.0, 4.0])
+    with monkeypatch.context() as broken:
+        broken.setattr(train_gpt2, "validate", lambda *_: next(values))
+        with pytest.raises(StopIteration):
+            main("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4, "--val_every", 2)
+    assert steps(tmp_path) == [4]
+    assert main("--log_dir", tmp_path, "--resume") == 0
+    assert list(read_log(tmp_path)["val"]) == [0, 2, 4]
+
+
+@pytest.mark.parametrize("old, new, is_other", [
+    ('approximate="tanh"', 'approximate="none"', True), ("# mixes the heads", "# another word", False),
+])  # fmt: skip
+def test_a_script_with_another_model_says_so(tmp_path, shards, old, new, is_other):
+    """With the same parameters, another layer may compute something else; another comment may not."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path]
+    patch = f"train_gpt2.SCRIPT = train_gpt2.SCRIPT.replace({old!r}, {new!r})"
+    assert run(*flags, "--max_steps", 2, patch=patch)[0] == 0
+    assert new in load(tmp_path, 2)["script"]
+    status, out, _ = run(*flags, "--max_steps", 4, "--resume")
+    assert status == 0 and out.count("had another model section than this one") == is_other
 
 
 # ---- asked to stop
@@ -195,7 +222,7 @@ train_gpt2.GPT.forward = act
 
 
 @pytest.mark.parametrize("name, processes, training, call", [
-    ("SIGTERM", 2, True, 5), ("SIGINT", 1, False, 8),  # an evaluation has 5 batches
+    ("SIGTERM", 2, True, 5), ("SIGHUP", 2, True, 5), ("SIGINT", 1, False, 8),  # 5 batches each
 ])  # fmt: skip
 def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, training, call):
     """The step is finished, or the evaluation and the step after it. Of two processes only the
@@ -225,11 +252,19 @@ def test_a_signal_in_the_last_update_changes_nothing(tmp_path, shards):
     assert steps(tmp_path) == [4] and list(read_log(tmp_path)["val"]) == [0, 4]
 
 
+def test_nohup_lets_the_run_go_on(tmp_path, shards):
+    """A signal that is ignored from the start stays so."""
+    patch = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    patch += IN_FORWARD.format(name="SIGHUP", times=1, rank=0, training=True, call=2)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4]
+    assert run(*flags, patch=patch)[0] == 0 and steps(tmp_path) == [4]
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
     """Nothing is saved then."""
     patch = IN_FORWARD.format(name="SIGINT", times=2, rank=0, training=True, call=5)
     status, _, err = run("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 8, patch=patch)
-    assert status == -signal.SIGINT and "saving in a step or two" in err and not steps(tmp_path)
+    assert status == -signal.SIGINT and "saving after this step" in err and not steps(tmp_path)
 
 
 # ---- what --resume finds

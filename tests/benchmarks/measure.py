@@ -239,8 +239,8 @@ def measure_memory(args) -> None:
                 share = min(1, limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
                 limited = f"torch.cuda.set_per_process_memory_fraction({share})\n    main()"
                 text = change(script, [(f"{START}    main()", f"{START}    {limited}")])
-                total = "total_memory  # 10% spare"
-                text = change(text, [(total, f"total_memory * {share}")])
+                free = "torch.cuda.mem_get_info(process.device)[0]"
+                text = change(text, [(free, f"{limit} * 2**30")])
                 for recompute in ("", " --recompute"):
                     flags = f"--data_dir {folder} --model {model} {NEVER}{recompute}"
                     flags += " --total_batch_size 131072"

@@ -20,7 +20,7 @@ class Row(NamedTuple):
 MUON = "--optimizer muon"
 PLAIN_LOSS = ("if triton and x.is_cuda and x.dtype == torch.bfloat16:", "if False:")
 FLOAT32_STREAM = (
-    'torch.bfloat16 if run.dtype == "bfloat16" else torch.float32',
+    'torch.bfloat16 if process.dtype == "bfloat16" else torch.float32',
     "torch.float32",
 )
 TO_KERNEL = ("self.transformer.ln_f(x).to(x.dtype)", "self.transformer.ln_f(x).to(torch.bfloat16)")
@@ -28,7 +28,8 @@ SDPA = "F.scaled_dot_product_attention(q, k, v, is_causal=True)"
 SCORES = (
     "(q @ k.mT / hs**0.5).masked_fill(torch.ones(T, T, device=x.device).triu(1) > 0, -math.inf)"
 )
-FUSED = 'settings["fused"] = self.lm_head.weight.device.type != "mps"'
+FUSED = '"betas": (0.9, 0.95), "fused": True}'
+NESTEROV = 'torch._foreach_lerp_(gradients, averages, group["momentum"])'
 OWN_MUON = "Muon(groups, lr=learning_rate, weight_decay=weight_decay)"
 THEIRS = f"torch.optim.{OWN_MUON[:-1]}, momentum=0.9, adjust_lr_fn='match_rms_adamw')"
 TIE = "self.lm_head.weight = self.transformer.wte.weight"
@@ -69,7 +70,7 @@ ROWS = [
         "loss kernel",
         [
             ("# ---- appendix A", "fused_cross_entropy.register_autograd"),
-            ("# Appendix A is faster", "return fused_cross"),
+            ("# Appendix A computes", "return fused_cross"),
         ],
         edits=(PLAIN_LOSS,),
     ),
@@ -87,12 +88,9 @@ ROWS = [
         edits=(("math.ceil(config.vocab_size / 128) * 128", "config.vocab_size"),),
     ),
     Row(
-        "fused AdamW", [("# Fused: one pass", FUSED)], edits=((FUSED, 'settings["fused"] = False'),)
-    ),
-    Row(
-        "results read one step late",
-        [("# They are read a step late", "self.flush()  # the step before")],
-        edits=(("self.is_async = run.device.type ==", "self.is_async = False and"),),
+        "fused AdamW",
+        [("# These betas average", FUSED)],
+        edits=((FUSED, FUSED.replace("True", "False")),),
     ),
     Row(
         "pinned memory",
@@ -123,29 +121,29 @@ ROWS = [
     ),
     Row(
         "a Muon of its own, not torch.optim's",
-        [("class Muon(", "return 0.2 * max(stack")],
+        [("class Muon(", "torch._foreach_copy_(matrices")],
         base=MUON,
         edits=((OWN_MUON, THEIRS),),
         measures="both",
     ),
     Row(
         "q, k and v apart in Muon",
-        [("# c_attn is divided", "parts = stack.split")],
+        [("# c_attn is divided", "matrices += updates[p].split")],
         base=MUON,
-        edits=(('group.get("rows", shape[0])', "shape[0]"),),
+        edits=(('group.get("rows", len(p))', "len(p)"),),
         measures="both",
     ),
     Row(
         "Nesterov's momentum",
-        [("# Nesterov's momentum", "ahead = gradient.lerp")],
-        edits=(("ahead = gradient.lerp(average, momentum)", "ahead = average.clone()"),),
+        [("# Nesterov's momentum", NESTEROV)],
+        edits=((NESTEROV, "torch._foreach_copy_(gradients, averages)"),),
         measures="loss",
     ),
     Row(
         "a share of the rate for projections, vectors",
         [
             ('elif name.endswith("c_proj', "projections.append"),
-            ("# Projections write", "share = {"),
+            ("# Projections write", '"lr_share": 1 /'),
         ],
         edits=(('"lr_share": 1 / self.config.n_layer', '"lr_share": 1.0'),),
         measures="loss",
@@ -165,7 +163,7 @@ ROWS = [
     ),
     Row(
         "decay of the rate",
-        [('"wsd": lambda', '"wsd": lambda')],
+        [('"linear": lambda', '"linear": lambda')],
         "--schedule constant",
         measures="loss",
     ),
@@ -176,7 +174,10 @@ ROWS = [
         measures="loss",
     ),
     Row(
-        "gradient clipping", [("# 2. Clip the", "norm = whole(")], "--grad_clip 0", measures="loss"
+        "gradient clipping",
+        [("# 2. Clip the", "total_norm = nn")],
+        "--grad_clip 0",
+        measures="loss",
     ),
     Row(
         "shuffling",
