@@ -52,7 +52,7 @@ ROWS = [
         "torch.compile",
         [
             ("# Compilation fuses", "compile = capability"),
-            ("# Every batch has the", "model.compile"),
+            ("model.compile(dynamic", "model.compile(dynamic"),
         ],
         "--no-compile",
     ),
