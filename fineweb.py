@@ -88,7 +88,7 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
             enc = tiktoken.get_encoding("gpt2")
     else:
         ranks = {bytes([byte]): byte for byte in range(256)}
-        pattern = r"(?s).{1,64}"  # bytes never merge, so any pieces do, and short ones are fast
+        pattern = r"(?s).{1,64}"  # bytes never merge, so any pieces will do: short ones are fast
         options = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 256}}
         enc = tiktoken.Encoding(name, pat_str=pattern, **options)
     assert enc.n_vocab <= 2**16, "larger tokens would wrap around in a shard's uint16"
@@ -96,10 +96,10 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 
 # ---- sources: which files there are, and the batches of texts in them ----------------------------
-# The main process cuts files into batches. A batch is a call that a worker will make: parse_lines
-# with some lines, or read_group, which reads a row group from the disk or the hub. It gives texts.
-# The first one continues the last document of the batch before, or is empty; each other one is a
-# new document.
+# The main process cuts files into batches. A batch is a function that a worker calls: parse_lines
+# on some lines, or read_group, which reads a row group from the disk or the hub. It returns texts.
+# The first text continues the last document of the batch before it, or is empty. Every other text
+# is a new document.
 
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
@@ -154,7 +154,7 @@ def open_file(address: str) -> io.BufferedIOBase:
         import fsspec
 
         system, path = fsspec.url_to_fs(address)
-        # What is read in order is fetched ahead. Of a .parquet file, just the texts are fetched
+        # Files that are read in order are fetched ahead. Of .parquet files, we fetch only the texts
         cache = "none" if address.endswith(".parquet") else "readahead"
         file = system.open(path, "rb", cache_type=cache)
     else:
@@ -169,7 +169,7 @@ def open_file(address: str) -> io.BufferedIOBase:
 
 @lru_cache(1)
 def open_parquet(address: str):
-    """Return an open file of rows, which a process keeps: on the hub, opening takes a second."""
+    """Return an open .parquet file. A process keeps it open: on the hub, opening takes a second."""
     from pyarrow import parquet
 
     # The buffer holds the texts of FineWeb's row groups, so that each of them is one request
@@ -177,7 +177,7 @@ def open_parquet(address: str):
 
 
 def read_parquet(address: str, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a file of rows: its row groups, which in FineWeb have 1,000 rows."""
+    """Yield the batches of a .parquet file: its row groups, which in FineWeb have 1,000 rows."""
     open_parquet.cache_clear()  # in an earlier call of main, another file may have had this name
     file = open_parquet(address)
     for group in range(file.num_row_groups):
@@ -204,7 +204,7 @@ def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
 
 
 def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
-    """Return the texts of the lines that are not blank; the first line has this number."""
+    """Return the texts of the lines that are not blank. `first` is the number of the first line."""
     texts = [""]
     for number, line in enumerate(lines, first):
         with naming(f"line {number}"):
@@ -252,7 +252,7 @@ def read_pydocs() -> Iterator[str]:
                 new.append(paragraph)
             seen.add(paragraph)
         text = "\n\n".join(new) + "\n"
-        if len(text) > 200:  # shorter says nothing
+        if len(text) > 200:  # shorter ones say nothing
             yield text
 
 
@@ -270,8 +270,8 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 def cut(text: str) -> Iterator[str]:
     """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken fails on longer ones."""
-    # GPT-2's pattern never joins a blank or a line end to what is before it when a word follows. So
-    # the pieces have the tokens of the whole. `.+` takes all it can, which finds the last place
+    # GPT-2's pattern always splits a text before a blank or a line end that a word follows, so the
+    # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place
     place = re.compile(r"(?s:.+)(?=[ \n]\S)")
     start = 0
     while len(text) - start > BATCH_SIZE:
@@ -300,7 +300,7 @@ def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
         for text in batch():
             require(isinstance(text, str), f"expected a text, found {type(text)}")
             parts.append([enc.eot_token])
-            # Where a text quotes <|endoftext|>, these are characters like others, not the token
+            # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
             parts += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
     return np.concatenate(parts[1:], dtype=np.uint16, casting="unsafe")  # from uint32
 
@@ -324,7 +324,7 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
         yield from ((place, encode(tokenizer, *batch)) for place, *batch in batches)
         return
     busy = {}  # {pipe to a worker: [place, None] of its batch}, the oldest batch first
-    # Processes, as Python's lock limits threads. A fork would copy the locks of libraries' threads
+    # Processes, because Python's lock limits threads. A fork would copy locks that threads hold
     context = get_context("spawn")
     for _ in range(workers):
         pipe, other = context.Pipe()
@@ -334,7 +334,7 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
     waiting = []  # [place, tokens or None], in the order of the documents
     try:
         while busy:
-            # Who is far ahead of the oldest batch waits for it: tokens must not fill the memory
+            # Workers that are far ahead wait for the oldest batch: tokens must not fill the memory
             count = workers if len(waiting) < 4 * workers else 1
             for pipe in connection.wait(list(busy)[:count]):
                 result = busy.pop(pipe)
@@ -347,7 +347,7 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
                     waiting.append(busy[pipe])
             while waiting and waiting[0][1] is not None:
                 yield waiting.pop(0)
-    except (EOFError, OSError) as error:  # of a pipe, as reading a file raises UserErrors alone
+    except (EOFError, OSError) as error:  # of a pipe: reading a file raises UserErrors only
         raise UserError("a worker was killed: if memory was full, use fewer --workers") from error
 
 
@@ -396,11 +396,11 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
 
 
 def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, position: list | None):
-    """Write a shard of each split, then meta.json with the position behind, None at the end."""
+    """Write a shard of each split, then meta.json with the next position (None at the end)."""
     is_val = choose_validation(args, meta, tokens)
     chunks = meta["progress"]["chunks"]
     if chunks == 0:
-        # Before the first shard: a start with other options finds this, and is refused
+        # Before the first shard, so that a start with other options finds this and is refused
         os.makedirs(args.out, exist_ok=True)
         write_file(args.meta_path, json.dumps(meta, indent=1).encode())
     for split, chosen in (("val", is_val), ("train", ~is_val)):  # masks
@@ -418,7 +418,7 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
     # Documents are cut into pieces of at most 1/32 of the tokens so far, which suits small corpora.
-    # A piece is for validation while that has no more than its share of the tokens so far
+    # A piece is validation data if validation has no more than its share of the tokens so far
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
@@ -445,7 +445,7 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    # Before the meta.json, which another part may be about to write together with its first shard
+    # List shards before meta.json: at this moment, another part may write its first of both
     shards = glob.glob(f"{glob.escape(args.out)}/*.npy")
     metas = {}
     for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
@@ -454,7 +454,7 @@ def find_meta(args: argparse.Namespace) -> dict:
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
     advice = "choose another --out, or delete the folder to start over"
-    for path, meta in metas.items():  # of the other parts too, as all are read as one dataset
+    for path, meta in metas.items():  # of the other parts too: training reads all as one dataset
         for key, new in options.items():
             old = meta.get("options", {}).get(key)
             require(old == new, f"{path} has {key} {old}, not {new}: {advice}")
@@ -499,7 +499,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
     if train >= 10**8:
-        # Four epochs: train_gpt2.py's steps have about 27.5 tokens times the number of steps
+        # By default, a step has about 27.5 * max_steps tokens. So this many steps make four epochs
         steps = round((4 * train / 27.5) ** 0.5)
         return f"next: {command} --optimizer muon --max_steps {steps}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
@@ -512,17 +512,17 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.error = partial(require, False)  # one line instead of argparse's several
     add = parser.add_argument
     add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
-    add("--name", help="a configuration of it (default for FineWeb: sample-10BT)")
-    add("--files", nargs="+", metavar="GLOB", help="local .jsonl, .txt or .parquet files instead")
+    add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
+    add("--files", nargs="+", metavar="GLOB", help="local .jsonl, .json, .txt or .parquet files")
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2, for pydocs bytes)")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens a chunk (default %(default)s)")
-    add("--val_tokens", type=int, help="at most (default a chunk's, or max_tokens / 10)")
-    add("--val_share", type=float, help="of the tokens (default 0.1; FineWeb: 1, they come first)")
-    add("--max_tokens", type=int, help="stop after this many, with --part in each part")
+    add("--val_tokens", type=int, help="validation tokens (default shard_size or max_tokens / 10)")
+    add("--val_share", type=float, help="their share (default 0.1; FineWeb: 1, up to val_tokens)")
+    add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="processes (default: as many as cores, hub: half as many more)")
+    add("--workers", type=int, help="processes (default: one a core; hub: three for two cores)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     if not args.files:
@@ -539,13 +539,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
     if args.workers is None:
-        # A job may have some cores only. While a worker waits for the hub, another can use its core
+        # A job may use some cores only. While a worker waits for the hub, another can use its core
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
     smallest = min(args.shard_size, args.workers, args.max_tokens or 1)
     require(smallest > 0, "--shard_size, --workers and --max_tokens are at least 1")
     if args.val_share is None:
-        # FineWeb is shuffled, and build-nanogpt validates with its beginning. Others may be sorted
+        # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
         args.val_share = float(args.dataset == FINEWEB) or 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
@@ -553,8 +553,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; without one, the process's own, and then say what to run next."""
-    # huggingface_hub waits and tries again by itself, which each process would report each time
+    """Run a command line. Without one, run that of the process, and say what to run next."""
+    # huggingface_hub waits and tries again by itself. Without this, each process reports each try
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         args = parse_args(argv)

@@ -57,7 +57,7 @@ def require(condition, message) -> None:
 
 
 def fetch() -> Path:
-    """Return the validation file, downloaded once. Raises ConnectionError if that fails."""
+    """Return the path of the validation file, downloaded once. Failing raises ConnectionError."""
     if FILE.is_file():
         return FILE
     try:
@@ -98,7 +98,7 @@ def split_text(example, convention):
     if "ctx_b" in example:  # it begins the sentence that the ending continues
         text = f"{example['ctx_a']} {example['ctx_b'].capitalize()}"
     text = clean(f"{example['activity_label']}: {text}")
-    # Where a mark was removed, spaces are left. At the end of the context they are no token of it
+    # Removed marks leave spaces. Those at the end of the context are part of the endings' tokens
     context = text.rstrip()
     return context, text[len(context) :] + " ", [clean(ending) for ending in example["endings"]]
 
@@ -111,7 +111,7 @@ def render_example(example, tokenizer=None, convention="build-nanogpt"):
     label = int(example["label"])  # the original file has numbers, some copies have texts
     is_whole = context and all(endings) and len(endings) == 4 and label in range(4)
     require(is_whole, "expected a context, 4 endings and a label from 0 to 3")
-    # GPT-2 splits a text before its spaces, so both parts together have the tokens of the whole
+    # GPT-2's tokenizer splits texts before spaces, so both parts have the tokens of the whole
     start = encode(context)
     ends = [encode(space + ending) for ending in endings]
     data = {"label": label, "ctx_tokens": start, "ending_tokens": ends}
@@ -130,7 +130,7 @@ def token_losses(logits, targets):
 
 @dataclass(frozen=True)
 class Examples:
-    """The rows of n examples, 4 for each of them, as a model reads them."""
+    """The rows of n examples, as a model reads them: 4 for each example, one for each ending."""
 
     convention: str
     rows: list  # (index, inputs (T,), targets (T,)): targets are -1 in the context. Longest first
@@ -157,8 +157,8 @@ class Score:
 
 
 def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) -> Examples:
-    """Return the first examples of a .jsonl file, or all. Of a row longer than block_size, the end
-    is kept. An example is valid if it renders; the first one that does not is named."""
+    """Return the first `limit` examples of a .jsonl file, or all. Of a row longer than block_size,
+    only the end is kept. An error names the first example that cannot be rendered."""
     rows = []
     lengths = []
     labels = []
@@ -182,8 +182,8 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
 
 @torch.no_grad()
 def score(losses, examples, device, rank=0, world_size=1) -> Score:
-    """Return how many endings a model chooses rightly. All of it that is known is the function
-    `losses`: inputs and targets (B, T) in, token_losses out. Every process must call this."""
+    """Return how many endings a model chooses correctly. The function `losses` is the model: it
+    takes inputs and targets (B, T), and returns token_losses. Every process must call this."""
     rows = examples.rows
     limit = BATCH_TOKENS[torch.device(device).type]
     starts = [0]  # of the batches
@@ -239,8 +239,10 @@ def run(argv) -> None:
     parser = argparse.ArgumentParser(description="Score HellaSwag", usage=argparse.SUPPRESS)
     add = parser.add_argument
     add("-m", "--model", default="gpt2", help="name or folder of a model with GPT-2's tokenizer")
-    add("-d", "--device", default="auto", choices=sorted({"auto", "cpu", best.type}))
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    devices = sorted({"auto", "cpu", best.type})
+    add("-d", "--device", default="auto", choices=devices, help="auto is a GPU, if there is one")
+    dtypes = ("auto", "float32", "bfloat16")
+    add("--dtype", default="auto", choices=dtypes, help="auto is bfloat16 on GPUs that have it")
     add("--data", help="the validation file (default: downloaded once)")
     add("-n", "--examples", type=int, help="how many to score (default: all)")
     args = parser.parse_args(argv)

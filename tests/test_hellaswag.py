@@ -185,7 +185,6 @@ def test_the_trainer_can_score_with_the_three_packages_it_needs(tmp_path, monkey
 
 
 def test_help_offers_a_device_once(monkeypatch, capsys):
-    """The processor is all that a machine without an accelerator has."""
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     with pytest.raises(SystemExit):
         hellaswag.main(["--help"])
