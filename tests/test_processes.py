@@ -4,9 +4,9 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -226,47 +226,90 @@ def test_no_process_ends_before_the_last_checkpoint_is_whole(tmp_path, shards):
 # ---- torchrun
 
 SCRIPT = """
-import os, signal, conftest, torch, train_gpt2
+import os, signal, time, conftest, torch, train_gpt2
 train_gpt2.SIZES["test"] = conftest.TINY
 rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
 {patch}
 train_gpt2.main()
 """
-KILLED_WITH_ITS_MACHINE = """
+# In update 6 of the first attempt
+KILLED = """
 forward, calls = train_gpt2.GPT.forward, []
 def act(self, *args):
     calls.append(self.training)
-    if (attempt, sum(calls)) == ("0", 6):
-        os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep({seconds})
+    if (attempt, rank, sum(calls)) == ("0", {rank}, 6):
+        for process in {processes}:
+            os.kill(process, signal.SIGKILL)
     return forward(self, *args)
 train_gpt2.GPT.forward = act
 """
+WITH_ITS_MACHINE = "(os.getppid(), os.getpid())"
 
 
-def torchrun(script: Path, address, flags, patch: str) -> subprocess.Popen:
-    """Start the torchrun of one of three machines, which meet at the address, for a tiny run."""
-    launcher = ["--nnodes=1:3", "--nproc_per_node=1", "--max_restarts=5", "--rdzv_id=test"]
-    launcher += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{address.port}"]
-    launcher += ["--rdzv_conf=last_call_timeout=10,is_host=0"]
-    script.write_text(SCRIPT.format(patch=patch))
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, script, *FLAGS, *flags]
+def torchrun(folder: Path, name: str, launcher: str, flags, patch="") -> subprocess.Popen:
+    """Start torchrun for a tiny run. What it prints is kept in a file of this name."""
+    (folder / f"{name}.py").write_text(SCRIPT.format(patch=patch))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *launcher.split(),
+        f"{folder}/{name}.py",
+    ]
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([str(part) for part in command], env=env, **pipes)
+    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int("nnodes" in launcher))
+    with open(folder / f"{name}.txt", "w") as file:
+        flags = [str(flag) for flag in [*FLAGS, *flags]]
+        return subprocess.Popen([*command, *flags], env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def printed(folder: Path) -> str:
+    """Return what all torchruns have printed."""
+    return "".join(f"--- {path}\n{path.read_text()}" for path in sorted(folder.glob("*.txt")))
 
 
 @slow
-def test_two_machines_go_on_where_a_third_one_dies(tmp_path, shards):
-    """Its agent and its process are killed. Without a hand, the others end the run as it would have
-    ended, from the last checkpoint on. README says the command."""
+def test_torchrun_starts_a_group_again_in_which_a_process_dies(tmp_path, shards):
+    """The processes meet at the store of torchrun's agent, which still knows the dead ones."""
     flags = ["--data_dir", shards, "--max_steps", 10, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
+    patch = KILLED.format(seconds=0, rank=1, processes="(os.getpid(),)")
+    launcher = "--standalone --nproc_per_node=2 --max_restarts=3"
+    flags += ["--resume", "--log_dir", tmp_path / "two"]
+    status = torchrun(tmp_path, "agent", launcher, flags, patch).wait(120)  # seconds
+    assert status == 0 and printed(tmp_path).count("on 2 x cpu") == 2, printed(tmp_path)
+    assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"), tolerance=5e-6)
+
+
+@slow
+def test_a_machine_may_die_and_come_back(tmp_path, shards):
+    """Its agent and its process are killed, and later it is started again. Without a hand, the others
+    go on as two and then as three, and the run ends as it would have ended. README has the command,
+    with its variable."""
+    flags = ["--data_dir", shards, "--max_steps", 200, "--save_every", 2, "--max_lr", 6e-4]
+    assert main(*flags, "--log_dir", tmp_path / "one") == 0
     flags += ["--resume", "--log_dir", tmp_path / "three"]
-    address, patches = host(), ["", "", KILLED_WITH_ITS_MACHINE]
-    machines = [torchrun(tmp_path / f"{i}.py", address, flags, p) for i, p in enumerate(patches)]
-    outputs = [machine.communicate(timeout=240) for machine in machines]  # seconds
-    assert [machine.returncode for machine in machines] == [0, 0, -signal.SIGKILL], outputs
-    printed = "".join(out for out, _ in outputs)
-    assert "on 3 x cpu" in printed and "on 2 x cpu" in printed and printed.count("done: ") == 1
+    address = host()
+    launcher = "--nnodes=1:3 --nproc_per_node=1 --max_restarts=9 --rdzv_id=test --rdzv_backend=c10d"
+    launcher += (
+        f" --rdzv_endpoint=127.0.0.1:{address.port} --rdzv_conf=last_call_timeout=5,is_host=0"
+    )
+    killed = KILLED.format(seconds=0.1, rank="rank", processes=WITH_ITS_MACHINE)
+    slowly = killed.replace('"0"', '"never"')
+    patches = {"a": slowly, "b": slowly, "c": killed}
+    agents = {name: torchrun(tmp_path, name, launcher, flags, p) for name, p in patches.items()}
+    deadline = time.monotonic() + 240  # seconds
+    try:
+        while "on 2 x cpu" not in printed(tmp_path) or agents["c"].poll() is None:
+            time.sleep(0.1)
+            assert time.monotonic() < deadline, printed(tmp_path)
+        agents["c"] = torchrun(tmp_path, "back", launcher, flags, slowly)
+        statuses = [agent.wait(deadline - time.monotonic()) for agent in agents.values()]
+    finally:
+        for agent in agents.values():
+            agent.kill()
+    out = printed(tmp_path)
+    assert statuses == [0, 0, 0] and out.count("done: ") == 1, out
+    assert out.count("on 3 x cpu") == 2 and out.count("on 2 x cpu") == 1, out
     assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "three"), tolerance=5e-6)
