@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9", "numpy", "tiktoken", "tqdm", "transformers"]
+# dependencies = ["torch>=2.9", "numpy", "tiktoken", "transformers"]
 # ///
 """
 Train GPT-2 from scratch, in one file that reads from top to bottom.
@@ -308,7 +308,9 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
 @lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return a tokenizer: GPT-2's, downloaded once, or fineweb.py's. Ids are below 65,536."""
-    with loading(f"the tokenizer {name} (TIKTOKEN_CACHE_DIR names a folder of downloaded ones)"):
+    files = "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
+    files += "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in the folder TIKTOKEN_CACHE_DIR"
+    with loading(f"the tokenizer {name} (without a network, save {files})"):
         if name == "gpt2":
             return tiktoken.get_encoding("gpt2")
         import fineweb
@@ -386,6 +388,7 @@ class DataLoaderLite:
         self.T = args.seq_len
         self.seed = args.seed if split == "train" and args.shuffle else None
         self.process = process
+        self.ahead = {}  # {(start, stop): batch}
         files = [path for path in Path(args.data_dir).glob("*") if path.suffix in (".npy", ".bin")]
         word = rf"(?<![a-z]){split}(?![a-z])"  # train or val, and not the val in retrieval
         paths = sorted(path for path in files if re.search(word, path.stem, re.IGNORECASE))
@@ -404,20 +407,25 @@ class DataLoaderLite:
     def batches(self, windows: range) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this process's batches of these windows: inputs and targets, (B, T) int64 each, on
         the device. All processes get equally many; spare rows have targets of -1."""
-        device = self.process.device
         for start in windows[:: self.B * self.process.world_size]:
-            mine = start + self.process.rank * self.B  # this process's first window
-            rows = np.stack([self.get_window(min(mine + i, windows[-1])) for i in range(self.B)])
-            # uint16 saves disk space, but cross_entropy needs int64
-            rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
-            x = rows[:, :-1].clone()  # y is written to below
-            y = rows[:, 1:].contiguous()  # the target of each token is the token after it
-            y[max(0, windows.stop - mine) :] = -1
-            if device.type == "cuda":
-                # Only from pinned memory does a copy to the GPU run asynchronously
-                x = x.pin_memory().to(device, non_blocking=True)
-                y = y.pin_memory().to(device, non_blocking=True)
-            yield x.to(device), y.to(device)
+            yield self.ahead.pop((start, windows.stop), None) or self.load(start, windows.stop)
+        # While the GPU computes with the last batch, load the first one of the next step
+        following = (windows.stop, windows.stop + len(windows))
+        self.ahead = {following: self.load(*following)}
+
+    def load(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return this process's rows of the batch of windows from `start` on, but before `stop`."""
+        mine = start + self.process.rank * self.B  # this process's first window
+        rows = np.stack([self.get_window(min(mine + i, stop - 1)) for i in range(self.B)])
+        # uint16 saves disk space, but cross_entropy needs int64
+        rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
+        if self.process.device.type == "cuda":
+            rows = rows.pin_memory()  # only from there, a copy to the GPU runs asynchronously
+        rows = rows.to(self.process.device, non_blocking=rows.is_pinned())
+        x = rows[:, :-1].clone()  # y is written to below
+        y = rows[:, 1:].contiguous()  # the target of each token is the token after it
+        y[max(0, stop - mine) :] = -1
+        return x, y
 
     def get_window(self, number: int) -> np.ndarray:
         """Return window `number` of the run, (T + 1,) uint16. There is no position to save."""
@@ -499,8 +507,7 @@ class Process:
 
     @contextmanager
     def eager(self) -> Iterator:
-        """Autocast without torch.compile, for inputs whose shapes change from call to call."""
-        # without cuDNN's attention, which spends time on a plan for every new shape
+        """Autocast without torch.compile and cuDNN's attention, which both plan for every shape."""
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(backends), self.autocast():
             yield
@@ -563,8 +570,7 @@ def setup_process(args) -> Process:
     # PyTorch's cache of compiled graphs knows neither autocast's dtype (in 2.11) nor the text of an
     # operator. Without this tag, a start could get the graph of another dtype, or of an old loss
     torch.compiler.config.cache_key_tag = dtype + read_section(SCRIPT, "appendix A")
-    # Compilation fuses small operations into few kernels, which saves memory traffic
-    compile = args.compile
+    compile = args.compile  # fuses small operations into few kernels, which saves memory traffic
     if compile is None:
         compile = capability >= (7, 0) and triton is not None
     hellaswag_every = args.hellaswag_every
@@ -641,11 +647,10 @@ PEAK_TFLOPS = {
 
 def peak_tokens_per_second(model, T: int, process):
     """Return the tokens per second at which the model FLOPs utilization (MFU) would be 100%."""
-    # 1. For every token, a weight of a matrix product takes part in one multiplication and one
-    #    addition in the forward pass, and in twice as many in the backward pass: 6 per weight
+    # For every token, a weight of a matrix product takes part in a multiplication and an addition,
+    # and in twice as many in the backward pass: 6 operations
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    # 2. Attention: q @ k and att @ v are 2 * C * T each per layer and token, times 3 as above, and
-    #    divided by 2 because the causal mask leaves half of it. Source: llm.c
+    # Attention: q @ k and att @ v are 2 * C * T each, times 3 as above, half of it masked (llm.c)
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
     found = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", process.device_name)]
     if not found:
@@ -794,8 +799,7 @@ def load_weights(model, weights: dict):
 def load_checkpoint(path: Path) -> dict:
     """Return the contents of a checkpoint, with its tensors memory-mapped on the CPU."""
     with loading(path):
-        # weights_only: no code in the file is executed
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # runs no code
     is_ours = isinstance(saved, dict) and saved.keys() >= {"model", "config", "args"}
     require(is_ours, f"{path} is not a checkpoint of this script")
     unknown = sorted(saved["config"].keys() - GPTConfig.__dataclass_fields__)
@@ -845,8 +849,9 @@ def choose_batch_size(config, args, process) -> int:
     T = args.seq_len
     sequences, rest = divmod(args.total_batch_size, T)
     require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
-    found = f"--total_batch_size has {sequences} sequences of {T} tokens"
-    require(sequences >= process.world_size, f"{found} for {process.world_size} processes")
+    require(
+        sequences >= process.world_size, f"--total_batch_size: {sequences} sequences are too few"
+    )
     most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
     if process.device.type == "cuda" and not args.batch_size:
         parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
@@ -899,9 +904,8 @@ def make_state(config, source, args, process) -> State:
     else:
         model.init_weights(args.seed)
     optimizers = model.configure_optimizers(args.weight_decay, args.max_lr, args.optimizer)
-    # float16 rounds small gradients to 0 and overflows at 65504. The scaler therefore multiplies
-    # the loss by a large factor. Where a gradient overflows, the norm is infinite, the update is
-    # skipped and the factor is halved; after 2000 good steps it is doubled. Other dtypes need none
+    # float16 rounds small gradients to 0, so the scaler multiplies the loss by a large factor. If a
+    # gradient overflows, the update is skipped and the factor is halved. Other dtypes need none
     scaler = torch.amp.GradScaler(process.device.type, enabled=process.dtype == "float16")
     state = State(model, optimizers, scaler)
     if args.resume:
@@ -910,8 +914,7 @@ def make_state(config, source, args, process) -> State:
 
 
 def prepare(args, source, process) -> tuple:
-    """Do all that can fail before the first step, and only then delete an old run (--overwrite).
-    Return what `train` takes after args and process."""
+    """Do all that can fail before the first step, then --overwrite. Return what `train` takes."""
     if process.rank > 0:
         process.gather()  # the first process downloads, and others find the files
     if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
@@ -997,20 +1000,19 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         catch_signals(signals)
 
     # First save and evaluate the model after `step` updates, if due. The last iteration ends there
-    intervals = (args.val_every, process.hellaswag_every, args.sample_every)
+    intervals = (args.save_every, args.val_every, process.hellaswag_every, args.sample_every)
     start = state.step  # 0, or that of the checkpoint
     must_stop = 0.0  # above 0 once a process has received a signal
     skipped = 0  # updates in a row
     for step in range(start, args.max_steps + 1):
-        if step > start and (must_stop or is_due(step, args.save_every, args)):
-            save_checkpoint(state, train_loader.lengths, args, process)
-        if must_stop and step < args.max_steps:
+        if must_stop or any(is_due(step, every, args) for every in intervals):
+            if step > start and (must_stop or is_due(step, args.save_every, args)):
+                save_checkpoint(state, train_loader.lengths, args, process)
+            if not must_stop or step == args.max_steps:
+                evaluate(state.model, step, val_loader, examples, log, process)
+            log.begin = time.perf_counter()  # the next step begins only now
+        if must_stop or step == args.max_steps:
             break
-        if any(is_due(step, every, args) for every in intervals):
-            evaluate(state.model, step, val_loader, examples, log, process)
-        if step == args.max_steps:
-            break
-        log.begin = time.perf_counter()
 
         # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences. (Not
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
@@ -1058,7 +1060,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
-    if args.max_steps > 0 and args.save_every > 0:  # another seed, for other texts than before
+    if args.max_steps > 0 < args.save_every:  # another seed, for other texts than before
         print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
@@ -1068,9 +1070,9 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
-    "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "val_every": 250,
-    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625, "prompt": "Return ",
-    "temperature": 0.5, "max_new_tokens": 160,
+    "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "max_lr": 1.2e-2,
+    "val_every": 250, "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625,
+    "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
 # heading: {flag: (type or choices, default, help)}. To add a flag, add a line; its heading says if
@@ -1081,7 +1083,7 @@ FLAGS = {
         "seq_len": (int, None, "T: tokens in a sequence (default: the model's context)"),
     },
     "the run: kept by --resume, which refuses other values, and by evaluations": {
-        "total_batch_size": (int, None, "tokens per step, on all GPUs (default: 27.5 x max_steps)"),
+        "total_batch_size": (int, None, "tokens per step (default: what suits max_steps)"),
         "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the recipe"),
         "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: linear)"),
         "seed": (int, 1337, "of the initial weights, the data order and the samples"),
@@ -1091,17 +1093,17 @@ FLAGS = {
     "the recipe: kept by --resume and by evaluations": {
         "data_dir": (str, "edu_fineweb10B", "folder of shards; --resume expects the same"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
-        "warmup_steps": (int, None, "steps in which the rate rises (default: see derive_defaults)"),
+        "warmup_steps": (int, None, "steps of rising rate (default: a third of them, at most 715)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 times that)"),
         "final_lr_frac": (float, 0.1, "rate where the decay ends, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
     "evaluation, samples and checkpoints: kept by --resume and by evaluations": {
-        "val_every": (int, None, "validate every this many steps, 0: never (default: 131M tokens)"),
+        "val_every": (int, None, "validate every this many steps (default: every 131M tokens)"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
-        "hellaswag_every": (int, None, "score HellaSwag, 0: never (default: on CUDA val_every)"),
-        "sample_every": (int, None, "print samples, 0: never (default: 131M tokens)"),
+        "hellaswag_every": (int, None, "score HellaSwag (default: like val_every, on CUDA only)"),
+        "sample_every": (int, None, "print samples, 0: never (default: every 131M tokens)"),
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
@@ -1197,10 +1199,9 @@ def derive_defaults(args) -> dict:
     # An evaluation every 131M tokens, which are 250 steps of 2**19, takes about 4% of the time
     every = max(1, 250 * 2**19 // tokens)
     # GPT-3 warms up for 375M tokens, 715 steps of 2**19; a short run for a third of its steps
-    third = args.max_steps // 3
-    recipe = {"max_lr": gpt3_rate, "warmup_steps": min(715, third)}
+    recipe = {"max_lr": gpt3_rate, "warmup_steps": min(715, args.max_steps // 3)}
     if args.optimizer == "muon":  # from tests/benchmarks/runs/search.csv
-        recipe = {"max_lr": 10 * gpt3_rate, "warmup_steps": min(60, third)}
+        recipe = {"max_lr": 10 * gpt3_rate, "warmup_steps": min(60, args.max_steps // 3)}
         recipe |= {"schedule": "linear", "weight_decay": 0.2, "final_lr_frac": 0.0}
     sizes = {"seq_len": context, "total_batch_size": tokens}
     return recipe | sizes | {"val_every": every, "sample_every": every}
@@ -1216,9 +1217,8 @@ def check_args(args):
     is_free = not list_checkpoints(args.log_dir) and not Path(args.log_dir, "log.txt").exists()
     choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
     require(is_free or any(modes), f"{args.log_dir} holds a run: {choice}")
-    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    danger = "torchrun's --max_restarts would repeat --overwrite"
-    require(not (args.overwrite and may_restart), f"{danger}: delete {args.log_dir}, and --resume")
+    is_once = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not args.overwrite
+    require(is_once, "torchrun's --max_restarts would repeat --overwrite: use --resume")
     path = Path(args.init_from).resolve()
     is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
     require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
@@ -1270,7 +1270,7 @@ if triton:
         row, start: tl.constexpr, V: tl.constexpr, size: tl.constexpr, eviction: tl.constexpr
     ):
         """Return row[start : start + size] in float32, with -inf from V on."""
-        # Only the last block is masked: in this kernel, unlike in PyTorch's, a mask costs time
+        # Only the last block is masked, because a mask costs time in this kernel
         columns = start + tl.arange(0, size)
         if start + size <= V:
             x = tl.load(row + columns, eviction_policy=eviction)

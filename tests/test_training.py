@@ -3,14 +3,16 @@
 import functools
 import itertools
 import math
+import os
 import re
+import subprocess
 import sys
 from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, break_losses, load, main, make_process, needs_data, read_log, steps
+from conftest import DATA, ROOT, break_losses, load, main, make_process, needs_data, read_log, steps
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
@@ -113,7 +115,7 @@ def test_the_console_shows_a_step_a_second_and_the_log_all_of_them(
 ):
     """The first and the last step too, and those whose update is skipped. A step takes 0.25 s here."""
     break_losses(monkeypatch, lambda n, losses: losses * math.nan if n == 6 else losses)
-    clock = itertools.count(100, 0.125)  # is read at the begin and at the end of a step
+    clock = itertools.count(100, 0.25)  # is read once a step
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
     log = train(tmp_path, shards, "--max_steps 15")
     assert list(log["train"]) == list(range(15))
@@ -322,3 +324,28 @@ def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new
         train_gpt2.setup_process(parse(["--device=cpu", "--dtype", given], {"val_every": 0}))
         tags.append(torch.compiler.config.cache_key_tag)
     assert (tags[0] == tags[1]) == is_same
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("old, new", [
+    ("log_sum - x_target)", "2 * (log_sum - x_target))"), ("return dx, dw", "return 2 * dx, 2 * dw"),
+])  # fmt: skip
+def test_an_edited_loss_counts_in_the_second_start(tmp_path, shards, old, new):
+    """Twice the loss in the kernel, or twice the gradient in the backward pass. The first start of
+    the unchanged script has filled the cache of compiled graphs, from which its second start takes."""
+    script = (ROOT / "train_gpt2.py").read_text()
+    flags = f"--quickstart --data_dir {shards} --max_steps 1 --val_every 0 --sample_every 0"
+    flags += (
+        f" --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir {tmp_path}/log"
+    )
+    logs = []
+    for text in (script, script, script.replace(old, new)):
+        (tmp_path / "train_gpt2.py").write_text(text)
+        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        command = [sys.executable, "train_gpt2.py", *flags.split()]
+        subprocess.run(command, check=True, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)})
+        logs.append(read_log(tmp_path / "log"))
+    assert logs[0] == logs[1]
+    changed = [logs[2][stream][0] / logs[0][stream][0] for stream in ("train", "norm")]
+    assert changed == pytest.approx((2, 1) if "sum" in old else (1, 2), rel=1e-3)

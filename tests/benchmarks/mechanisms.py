@@ -51,7 +51,7 @@ ROWS = [
     Row(
         "torch.compile",
         [
-            ("# Compilation fuses", "compile = capability"),
+            ("compile = args.compile  #", "compile = capability"),
             ("model.compile(dynamic", "model.compile(dynamic"),
         ],
         "--no-compile",
@@ -94,8 +94,8 @@ ROWS = [
     ),
     Row(
         "pinned memory",
-        [("# Only from pinned", "y = y.pin_memory()")],
-        edits=(("x.pin_memory()", "x"), ("y.pin_memory()", "y")),
+        [('if self.process.device.type == "cuda"', "rows = rows.pin_memory()")],
+        edits=(("rows = rows.pin_memory()", "pass"),),
     ),
     Row(
         "recompute",
