@@ -67,7 +67,7 @@ except ImportError:
 # name: (layers, heads, channels, context in tokens, peak learning rate). Except tiny, names are
 # llm.c's. GPT-2 came as d12, d24, d36 and d48. The rates are like those of GPT-3's table 2.1
 SIZES = {
-    "tiny": (4, 4, 128, 256, 6e-4),  # for a CPU
+    "tiny": (4, 4, 128, 256, 1.2e-3),  # for a CPU
     "d6": (6, 6, 384, 1024, 6e-4),  # 30M parameters
     "d12": (12, 12, 768, 1024, 6e-4),  # 124M
     "d24": (24, 16, 1024, 1024, 3e-4),  # 355M
@@ -1070,9 +1070,9 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
 # --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
-    "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "max_lr": 1.2e-2,
-    "val_every": 250, "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625,
-    "prompt": "Return ", "temperature": 0.5, "max_new_tokens": 160,
+    "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "val_every": 250,
+    "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625, "prompt": "Return ",
+    "temperature": 0.5, "max_new_tokens": 160,
 }  # fmt: skip
 
 # heading: {flag: (type or choices, default, help)}. To add a flag, add a line; its heading says if
