@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from conftest import FLAGS, ROOT, write_shards
 
 import train_gpt2
@@ -73,6 +74,15 @@ def test_each_flag_exists():
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
     others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"  # of Slurm, and of a change
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) <= known | {*others.split()}
+
+
+def test_torchrun_knows_its_flags():
+    """torchrun's parser takes each of its command lines, those of several machines too."""
+    lines = re.findall(r"torchrun (--.*?\.py\b[^&\n]*)", README)
+    assert len(lines) == 4
+    for line in lines:
+        args = torch.distributed.run.get_args_parser().parse_args(shlex.split(line, comments=True))
+        assert args.training_script == "train_gpt2.py"
 
 
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
