@@ -551,11 +551,11 @@ def setup_process(args) -> Process:
     if world_size > 1:
         store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # After a restart, this store still has the addresses of the dead: use a new prefix.
-            # (Several machines need a new store, as README says: they count restarts separately)
+            # After a restart, this store still has the addresses of the processes before: use a new
+            # prefix. (Machines count restarts separately, and need a new store: see README)
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
-        wait = timedelta(hours=1)  # so long the first process may take to write a checkpoint
+        wait = timedelta(hours=1)  # while the first process writes a large checkpoint
         dist.init_process_group(backend, None, wait, world_size, rank, store)
         # Compile the model as one graph: cut into DDP's buckets, it would be slower
         torch._dynamo.config.optimize_ddp = False
