@@ -439,7 +439,7 @@ class DataLoaderLite:
 
 
 def get_windows(step: int, args) -> range:
-    """Return the numbers of the windows that a step reads, in all processes together."""
+    """Return the numbers of the windows that all processes read in a step, resumed or not."""
     S = args.total_batch_size // args.seq_len  # sequences
     first = 0 if args.overfit_one_batch else step * S
     return range(first, first + S)
@@ -772,8 +772,7 @@ def save_checkpoint(state, data: dict, args, process):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # With the same B, dtype and processes, runs go on bit for bit, on one GPU with PyTorch's
-    # use_deterministic_algorithms. A fork with dropout must seed each step anew
+    # Bit for bit with the same B, dtype and processes, on a GPU with use_deterministic_algorithms
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -781,6 +780,7 @@ def restore_state(state, saved: dict):
     for old, group in zip(saved["optimizer"]["param_groups"], groups, strict=True):
         # The code and the flags decide these, for example betas and weight_decay
         old |= {name: value for name, value in group.items() if name != "params"}
+        group |= {name: old[name] for name in old.keys() - group.keys()}  # what a fork keeps there
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
@@ -1018,6 +1018,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
+        torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for dropout
         windows = get_windows(step, args)
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
         # DDP and FSDP average over the processes, which makes this the mean over all tokens
@@ -1036,15 +1037,14 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             state.scaler.unscale_(optimizer)
         total_norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
 
-        # 3. Wait for the results. All processes get the same, so they agree whether to skip the
-        #    update, and whether to stop because one of them has received a signal
+        # 3. Wait for the results, by which all processes decide alike whether to skip and to stop
         received = torch.full_like(loss_sum, len(signals))
         results = torch.stack((loss_sum, whole(total_norm), received)) / process.world_size
         if process.world_size > 1:
             dist.all_reduce(results)
         loss, norm, must_stop = results.tolist()
 
-        # 4. Update the weights. While a GPU does it, Python goes on and loads the next batch
+        # 4. Update the weights. While a GPU does it, Python goes on
         lr = get_lr(step, args)
         skipped = 0 if math.isfinite(loss + norm) else skipped + 1
         if skipped == 0:

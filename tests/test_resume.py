@@ -60,6 +60,30 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe)
     assert (saved["scaler"] != {}) == ("float16" in recipe)
 
 
+def test_a_fork_with_dropout_and_values_of_its_own_is_resumed_exactly(
+    tmp_path, shards, monkeypatch
+):
+    """Masks depend on the seed and the step, and a group keeps what a fork has put into it."""
+    forward, configure = train_gpt2.MLP.forward, train_gpt2.GPT.configure_optimizers
+
+    def dropped(self, x):
+        return torch.dropout(forward(self, x), 0.1, self.training)
+
+    def marked(self, *args):
+        optimizers = configure(self, *args)
+        optimizers[0].param_groups[0].setdefault("initial_lr", 1.0)  # as PyTorch's schedulers do
+        return optimizers
+
+    monkeypatch.setattr(train_gpt2.MLP, "forward", dropped)
+    flags = ["--data_dir", shards, "--max_steps", 6, "--save_every", 3, "--keep", 0]
+    with monkeypatch.context() as first:
+        first.setattr(train_gpt2.GPT, "configure_optimizers", marked)
+        assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    broken = break_off(tmp_path / "a", tmp_path / "b", 3)
+    assert main(*flags, "--log_dir", broken, "--resume") == 0
+    assert_same_run(tmp_path / "a", broken)
+
+
 def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_path, shards):
     """Rates and decay may change, and betas with the code; the records before it stay."""
     flags = ["--data_dir", shards, "--save_every", 4, "--val_every", 0, "--max_steps", 8]
