@@ -7,6 +7,7 @@ tables.py makes the tables of README.md and of the pages in this folder.
     python tests/benchmarks/measure.py memory             the largest batches in 16, 24, 40 and 80 GiB
     python tests/benchmarks/measure.py price              what each mechanism buys: 75 minutes on 2 cores
     python tests/benchmarks/measure.py scaling            several GPUs beside one
+    python tests/benchmarks/measure.py ideas --data edu_small  changes to GPT-2 beside it: 4 minutes each
     python tests/benchmarks/measure.py tokenize docs.jsonl     fineweb.py beside tiktoken alone
     python tests/benchmarks/measure.py quickstart         five times: 10 minutes of 2 cores
     python tests/benchmarks/measure.py runs log/*/log.txt      of finished runs, from their logs
@@ -21,6 +22,7 @@ import json
 import lzma
 import multiprocessing
 import os
+import queue
 import re
 import shutil
 import statistics
@@ -28,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from functools import lru_cache
 from importlib.util import find_spec
@@ -37,6 +39,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
+from ideas import ENTRIES, GPT2, Idea, count_changes
 from mechanisms import ROWS, change
 
 HERE = Path(__file__).resolve().parent
@@ -137,6 +140,7 @@ class Runs:
             _, stream, value = line.split()
             log.setdefault(stream, []).append(float(value))
         log["B"] = int(re.findall(r"B (\d+)", out)[-1])
+        log["parameters"] = int(re.findall(r", ([\d,]+) parameters", out)[-1].replace(",", ""))
         if "peak" in out:
             log["GiB"] = round(int(out.split("peak ")[1].split()[0]) / 2**30, 2)
         return log
@@ -336,6 +340,51 @@ def measure_scaling(args) -> None:
                     results.add(case, round(ms, 2), "ms")
 
 
+# ---- ideas --------------------------------------------------------------------------------------
+
+
+def measure_ideas(args) -> None:
+    """Train each idea of ideas.py, and the unchanged script, for 131M tokens of real data with the
+    same seeds. Every GPU trains one of them at a time."""
+    results = Results(args)
+    script = scripts_of(args)["train_gpt2.py"]
+    ideas = [idea for idea in ENTRIES if any(text in idea.name for text in args.only)]
+    flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000 --batch_size 64"
+    flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]  # "": a CPU
+    idle = queue.SimpleQueue()
+    for gpu in gpus:
+        idle.put(gpu)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
+        runs = Runs(folder)
+
+        def train(idea: Idea, seed: int) -> dict:
+            gpu = idle.get()
+            try:
+                return runs.run(change(script, idea.edits), f"{flags} --seed {seed}", gpus=gpu)
+            finally:
+                idle.put(gpu)
+
+        started = {}
+        for seed in args.seeds:
+            for idea in [GPT2] * args.base + ideas:
+                started[pool.submit(train, idea, seed)] = (idea, seed)
+        failed = []  # they must not cost the others their rows
+        for run in as_completed(started):
+            idea, seed = started[run]
+            if run.exception() or not run.result():
+                failed.append(f"{idea.name}: {run.exception() or 'the memory is too small'}")
+                continue
+            lines, places = count_changes(idea)
+            case = {"idea": idea.name, "source": idea.source, "seed": seed, "flags": args.flags}
+            case |= {"lines": lines, "places": places}
+            log = run.result()
+            results.add(case, log["val"][-1], "nats per token")
+            results.add(case, median_ms(log), "ms")
+            results.add(case, log["parameters"], "parameters")
+    assert not failed, "\n".join(failed)
+
+
 # ---- fineweb.py ---------------------------------------------------------------------------------
 
 
@@ -502,13 +551,13 @@ def main() -> None:
             add("--batch_size", type=int, default=64, help="0: what the script chooses")
             add("--tokens", type=int, nargs="*", default=[2**16, 2**19], help="per step")
             add("--seconds", type=int, default=8, help="that the steps of a run take, about")
+        if name in ("price", "ideas"):
+            add("--only", nargs="*", default=[""], help="rows whose names contain one of these")
+        if name == "ideas":
+            add("--data", required=True, help="folder of shards, such as fineweb.py makes")
+            add("--seeds", type=int, nargs="*", default=[1337, 2])
+            add("--no-base", dest="base", action="store_false", help="GPT-2 has its rows already")
         if name == "price":
-            add(
-                "--only",
-                nargs="*",
-                default=[""],
-                help="mechanisms whose names contain one of these",
-            )
             add("--seeds", type=int, nargs="*", default=[1337, 2, 3], help="none: time only")
             add("--jobs", type=int, default=1, help="runs on the CPU at a time, a thread each")
         if name == "start":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a test imports this file as a module
+from ideas import ENTRIES, GPT2, IDEAS, count_changes  # noqa: E402, F401
 from mechanisms import ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
 
 ROOT = HERE.parents[1]
@@ -243,6 +244,54 @@ def table_recipes() -> list:
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
         table.append([name, f"{row['case']['steps']:,}", f"{row['value']:.4f}"])
     return table
+
+
+def table_ideas() -> list:
+    """Changes to GPT-2, and their losses less that of GPT-2 with the same seed: the mean over seeds,
+    and its standard deviation. That of a single difference is estimated from all ideas together."""
+    heading = ["idea", "lines changed, places", "parameters", "ms a step", "validation loss"]
+    table = [[*heading, "difference to GPT-2 in nats"]]
+    if not (HERE / "results/ideas.jsonl").exists():
+        return table
+    losses = load("ideas", unit="nats per token", flags="")
+    found = {}  # {name: the newest losses of the idea}
+    for idea in [GPT2, *ENTRIES]:  # other ideas combined have another source
+        case = {"idea": idea.name, "source": idea.source, "flags": ""}
+        if rows := newest(load("ideas", unit="nats per token", **case)):
+            found[idea.name] = rows
+    differences = {name: compare(rows, losses) for name, rows in found.items() if name != GPT2.name}
+    squares = freedom = 0
+    for each in differences.values():
+        squares += sum((difference - statistics.mean(each)) ** 2 for difference in each)
+        freedom += len(each) - 1
+    for name, rows in found.items():
+        case = {key: rows[-1]["case"][key] for key in ("idea", "source", "flags")}
+        cells = [name, "{lines}, {places}".format(**rows[-1]["case"])]
+        cells.append(median(values("ideas", unit="parameters", **case), "{:,.0f}"))
+        cells.append(median(values("ideas", unit="ms", **case), "{:.1f}"))
+        cells.append(f"{statistics.mean(row['value'] for row in rows):.4f}")
+        text = ""
+        if each := differences.get(name):
+            text = f"{statistics.mean(each):+.4f}"
+            if freedom:
+                text += f" ± {(squares / freedom / len(each)) ** 0.5:.4f}"
+        table.append([*cells, text])
+    return [*table, ["measured", "", "", "", "", source(losses)]] if found else table
+
+
+def compare(rows: list[dict], losses: list[dict]) -> list[float]:
+    """Return each loss less that of GPT-2 with the same seed, commit and machine."""
+    differences = []
+    for row in rows:
+        case = {"idea": GPT2.name, "seed": row["case"]["seed"]}
+        bases = []
+        for base in losses:
+            is_same = all(base[key] == row[key] for key in ("commit", "machine"))
+            if is_same and case.items() <= base["case"].items():
+                bases.append(base["value"])
+        assert bases, f"no row of {case}, commit {row['commit']} and {row['machine']}"
+        differences.append(row["value"] - statistics.mean(bases))
+    return differences
 
 
 # ---- pages --------------------------------------------------------------------------------------

@@ -1,0 +1,293 @@
+"""Changes to GPT-2 that later models have, each as the smallest edits of train_gpt2.py.
+
+`measure.py ideas` trains each of them beside the unchanged script, and test_ideas.py checks that it
+resumes exactly. To try one yourself, replace its old texts in train_gpt2.py by its new ones.
+"""
+
+import difflib
+from typing import NamedTuple
+
+from mechanisms import SCRIPT, change
+
+
+class Idea(NamedTuple):
+    """A change to the model: its name, who proposed it, and the edits that make it."""
+
+    name: str
+    source: str
+    edits: list  # (old text, new text) pairs; each old text occurs once in the script
+
+
+GPT2 = Idea("GPT-2", "Radford et al. 2019", [])
+IDEAS = [
+    Idea(
+        "rotary positions",
+        "Su et al. 2021, arXiv:2104.09864",
+        # The model is left without wpe: a parameter that gets no gradient could not be resumed
+        [
+            (
+                """            "wpe": skip_init(nn.Embedding, config.block_size, C),  # position embeddings
+""",
+                "",
+            ),
+            (
+                """        pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
+        # What a token is and where it stands are added up in the same C channels
+        x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
+""",
+                """        x = self.transformer.wte(idx)  # (B, T, C)
+""",
+            ),
+            (
+                "F.scaled_dot_product_attention(q, k, v",
+                "F.scaled_dot_product_attention(rotate(q), rotate(k), v",
+            ),
+            (
+                "class MLP(nn.Module):",
+                '''def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of channels of x (B, nh, T, hs) by angles proportional to the position."""
+    a, b = x.chunk(2, dim=-1)  # channel i is paired with channel i + hs / 2
+    speeds = 10000 ** -torch.linspace(0, 1, a.size(-1), device=x.device)  # radians per token
+    angles = torch.arange(x.size(2), device=x.device)[:, None] * speeds  # (T, hs / 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):''',
+            ),
+        ],
+    ),
+    Idea(
+        "QK-norm",
+        "Henry et al. 2020, arXiv:2010.04245",
+        [
+            (
+                "        # This function scales by 1 / sqrt(hs)",
+                """        q = F.rms_norm(q, (hs,)).to(v.dtype)  # autocast may return float32
+        k = F.rms_norm(k, (hs,)).to(v.dtype)
+        # This function scales by 1 / sqrt(hs)""",
+            ),
+        ],
+    ),
+    Idea(
+        "RMSNorm without gains",
+        "Zhang & Sennrich 2019, arXiv:1910.07467",
+        # 1e-5 is LayerNorm's eps. Without it, the eps would depend on the dtype
+        [
+            (
+                "self.ln_1 = nn.LayerNorm(config.n_embd)",
+                "self.ln_1 = nn.RMSNorm(config.n_embd, 1e-5, elementwise_affine=False)",
+            ),
+            (
+                "self.ln_2 = nn.LayerNorm(config.n_embd)",
+                "self.ln_2 = nn.RMSNorm(config.n_embd, 1e-5, elementwise_affine=False)",
+            ),
+            ("nn.LayerNorm(C)", "nn.RMSNorm(C, 1e-5, elementwise_affine=False)"),
+        ],
+    ),
+    Idea(
+        "ReLU squared",
+        "So et al. 2021, arXiv:2109.08668",
+        [
+            (
+                """        # GPT-2 was trained with the tanh approximation of GELU
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+""",
+                """        return self.c_proj(F.relu(self.c_fc(x)).square())
+""",
+            ),
+        ],
+    ),
+    Idea(
+        "SwiGLU",
+        "Shazeer 2020, arXiv:2002.05202",
+        # Three matrices of 8/3 C * C have as many weights as two of 4 C * C. A c_gate of its own
+        # is drawn by its own name, and Muon makes it orthogonal by itself
+        [
+            (
+                """        self.c_fc = skip_init(nn.Linear, config.n_embd, 4 * config.n_embd)  # 4 C, as in GPT-2
+        self.c_proj = skip_init(nn.Linear, 4 * config.n_embd, config.n_embd)
+""",
+                """        hidden = 64 * round(config.n_embd / 24)  # about 8/3 C
+        self.c_fc = skip_init(nn.Linear, config.n_embd, hidden)
+        self.c_gate = skip_init(nn.Linear, config.n_embd, hidden)
+        self.c_proj = skip_init(nn.Linear, hidden, config.n_embd)
+""",
+            ),
+            (
+                """        # GPT-2 was trained with the tanh approximation of GELU
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+""",
+                """        return self.c_proj(F.silu(self.c_gate(x)) * self.c_fc(x))
+""",
+            ),
+        ],
+    ),
+    Idea(
+        "no biases",
+        "Chowdhery et al. 2022, arXiv:2204.02311",
+        # With one loop for all layers, a layer that another idea adds has no bias either
+        [
+            (
+                "        self.lm_head = skip_init(",
+                """        for layer in self.transformer.modules():
+            layer.register_parameter("bias", None)
+        self.lm_head = skip_init(""",
+            ),
+        ],
+    ),
+    Idea(
+        "untied head",
+        "Chung et al. 2020, arXiv:2010.12821",
+        [
+            (
+                """        # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
+        # similar meanings should have similar rows in both, and this saves 39M parameters
+        self.lm_head.weight = self.transformer.wte.weight
+""",
+                "",
+            ),
+        ],
+    ),
+    Idea(
+        "zero-initialized projections",
+        "github.com/KellerJordan/modded-nanogpt",
+        [
+            (
+                """        # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
+        # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
+        residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
+""",
+                """        residual_std = 0.0  # at first, no block changes the residual stream
+""",
+            ),
+        ],
+    ),
+    Idea(
+        "soft cap on the logits",
+        "Gemma 2 2024, arXiv:2408.00118",
+        # The kernel's gradient is that of logits without a cap, so the loss takes the plain path
+        [
+            (
+                """    # Appendix A computes the same in less time. To change the loss, delete this `if`, and let
+    # choose_batch_size count 16 bytes for a logit
+    if triton and x.is_cuda and x.dtype == torch.bfloat16:
+        return fused_cross_entropy(x, weight, targets, V)[0]
+    logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
+""",
+                """    logits = F.linear(x, weight).float()  # (N, padded V)
+    logits = 30 * torch.tanh(logits / 30)  # between -30 and 30
+""",
+            ),
+            (
+                "            return self.lm_head(x)[..., :V].float()",
+                "            return 30 * torch.tanh(self.lm_head(x)[..., :V].float() / 30)",
+            ),
+            (
+                """        # The kernel has one copy of the logits. PyTorch's loss also has some in float32
+        logits = 2 if triton and process.dtype == "bfloat16" else 16
+""",
+                """        logits = 16  # PyTorch's loss has copies of the logits in float32
+""",
+            ),
+        ],
+    ),
+    Idea(
+        "grouped queries",
+        "Ainslie et al. 2023, arXiv:2305.13245",
+        [
+            (
+                "        self.sizes = [config.n_embd] * 3  # the channels of q, k and v, of all heads",
+                """        # A third of the heads, 4 of 12, for keys and values, or the next divisor below
+        third = max(1, self.n_head // 3)
+        self.n_kv_head = max(n for n in range(1, third + 1) if self.n_head % n == 0)
+        kv_size = self.n_kv_head * config.n_embd // self.n_head
+        self.sizes = [config.n_embd, kv_size, kv_size]  # the channels of q, k and v""",
+            ),
+            ("dim=2)  # (B, T, C) each", "dim=2)  # (B, T, C), and fewer channels for k and v"),
+            ("k = k.view(B, T, self.n_head, hs)", "k = k.view(B, T, self.n_kv_head, hs)"),
+            ("v = v.view(B, T, self.n_head, hs)", "v = v.view(B, T, self.n_kv_head, hs)"),
+            ("is_causal=True)", "is_causal=True, enable_gqa=True)"),
+        ],
+    ),
+    Idea(
+        "embeddings of token pairs",
+        "Huang et al. 2025, arXiv:2501.16975",
+        # A second table has a row for each pair of tokens, which some pairs share. It begins with
+        # zeros, as it would otherwise add noise to the many pairs that are rare
+        [
+            (
+                """            "h": nn.ModuleList(""",
+                """            "pairs": skip_init(nn.Embedding, 5 * padded_vocab_size, C),
+            "h": nn.ModuleList(""",
+            ),
+            (
+                """0.0 if name.endswith("bias") else""",
+                """0.0 if name.endswith(("bias", "pairs.weight")) else""",
+            ),
+            (
+                "        x = x.to(self.residual_dtype)",
+                """        previous = F.pad(idx[:, :-1], (1, 0))  # (B, T): the token before each token
+        rows = self.transformer.pairs.num_embeddings
+        x = x + self.transformer.pairs((36313 * idx + 27191 * previous) % rows)
+        x = x.to(self.residual_dtype)""",
+            ),
+        ],
+    ),
+    Idea(
+        "gated attention",
+        "Qiu et al. 2025, arXiv:2505.06708",
+        # A head can write nothing, where softmax alone makes it attend to something
+        [
+            (
+                "        self.c_proj = skip_init(nn.Linear, config.n_embd, config.n_embd)",
+                """        self.c_gate = skip_init(nn.Linear, config.n_embd, config.n_head)
+        self.c_proj = skip_init(nn.Linear, config.n_embd, config.n_embd)""",
+            ),
+            (
+                "        y = y.transpose(1, 2).reshape(B, T, C)",
+                """        y = y.transpose(1, 2) * self.c_gate(x).sigmoid()[..., None]  # (B, T, nh, hs)
+        y = y.reshape(B, T, C)""",
+            ),
+        ],
+    ),
+]
+
+# The ideas of the last entry. ReLU squared and SwiGLU edit the same lines, so only one can be here
+COMBINED = [
+    "rotary positions",
+    "QK-norm",
+    "RMSNorm without gains",
+    "ReLU squared",
+    "no biases",
+    "untied head",
+    "zero-initialized projections",
+    "soft cap on the logits",
+    "grouped queries",
+]
+ALL = [edit for idea in IDEAS if idea.name in COMBINED for edit in idea.edits]
+# RMSNorm without gains and no biases together leave no vectors. Then AdamW's group of them is empty,
+# and with two optimizers, PyTorch refuses to restore an empty group
+ALL.append(
+    (
+        "adamw = torch.optim.AdamW([decay, no_decay], **settings)",
+        "adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g['params']], **settings)",
+    )
+)
+ENTRIES = [*IDEAS, Idea("combined", " + ".join(COMBINED), ALL)]
+
+
+def count_changes(idea: Idea) -> tuple[int, int]:
+    """Return how many lines of the script an idea changes, adds or deletes, blank ones left out, and
+    in how many places, which are the hunks of `diff -u`."""
+    before = SCRIPT.splitlines()
+    after = change(SCRIPT, idea.edits).splitlines()
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+    hunks = list(matcher.get_grouped_opcodes(3))  # with 3 lines around each change
+    lines = 0
+    for tag, i1, i2, j1, j2 in (opcode for hunk in hunks for opcode in hunk):
+        if tag != "equal":
+            old = sum(bool(line.strip()) for line in before[i1:i2])
+            new = sum(bool(line.strip()) for line in after[j1:j2])
+            lines += max(old, new)  # a changed line counts once
+    return lines, len(hunks)

@@ -1,0 +1,56 @@
+"""Each idea of benchmarks/ideas.py is short, trains, resumes exactly, and is never exported wrongly."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from conftest import FLAGS, read_log
+from test_resume import assert_same_run, break_off
+
+import train_gpt2
+from tests.benchmarks import tables
+
+
+def test_each_idea_is_short():
+    """None takes more than 12 lines in 3 places, and all fit together, except that the MLP can be
+    replaced only once. `change` requires that each old text occurs once."""
+    for idea in tables.IDEAS:
+        lines, places = tables.count_changes(idea)
+        assert 0 < lines <= 12 and places <= 3, (idea.name, lines, places)
+    for left_out in ("ReLU squared", "SwiGLU"):
+        edits = [edit for idea in tables.IDEAS if idea.name != left_out for edit in idea.edits]
+        compile(tables.change(tables.SCRIPT, edits), left_out, "exec")
+
+
+def run(script, *flags) -> int:
+    """Make a tiny run of an imported script, and return its status."""
+    with pytest.raises(SystemExit) as exit_info:
+        script.main([str(flag) for flag in [*FLAGS, *flags]])
+    return exit_info.value.code or 0
+
+
+@pytest.mark.parametrize("idea", tables.ENTRIES, ids=lambda idea: idea.name)
+def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypatch, shards):
+    """The interrupted run is the unbroken one, bit for bit. Of the trained models, transformers can
+    compute only the one whose initial weights alone are other; --export_hf refuses the others."""
+    path, whole, folder = (tmp_path / name for name in ("train_gpt2.py", "whole", "folder"))
+    path.write_text(tables.change(tables.SCRIPT, idea.edits))
+    spec = importlib.util.spec_from_file_location("changed", path)
+    changed = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "changed", changed)  # where dataclass looks
+    spec.loader.exec_module(changed)
+    changed.SIZES["test"] = train_gpt2.SIZES["test"]
+    flags = ["--data_dir", shards, "--optimizer", "muon", "--max_steps", 6, "--save_every", 3]
+    assert run(changed, *flags, "--log_dir", whole) == 0
+    assert read_log(whole)["val"][6] < read_log(whole)["val"][0] - 1
+    broken = break_off(whole, tmp_path / "broken", 3)
+    assert run(changed, *flags, "--log_dir", broken, "--resume") == 0
+    assert_same_run(whole, broken)
+    status = run(changed, "--init_from", whole, "--export_hf", folder)
+    assert status == (0 if idea.name == "zero-initialized projections" else 2)
+    assert folder.exists() == (status == 0)
+    if folder.exists():
+        x = torch.arange(16)[None]  # (B, T)
+        logits = train_gpt2.GPT.from_pretrained(folder)(x)
+        torch.testing.assert_close(logits, changed.GPT.from_pretrained(whole)(x))
