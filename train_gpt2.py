@@ -261,7 +261,7 @@ class GPT(nn.Module):
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
-            adamw = torch.optim.AdamW([decay, no_decay], **settings)
+            adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g["params"]], **settings)
             groups = [{"params": hidden}]
             # Projections write into one residual stream, where updates and rounding errors add up.
             # A smaller rate for them lets repeated runs end closer together

@@ -266,14 +266,6 @@ COMBINED = [
     "grouped queries",
 ]
 ALL = [edit for idea in IDEAS if idea.name in COMBINED for edit in idea.edits]
-# RMSNorm without gains and no biases together leave no vectors. Then AdamW's group of them is empty,
-# and with two optimizers, PyTorch refuses to restore an empty group
-ALL.append(
-    (
-        "adamw = torch.optim.AdamW([decay, no_decay], **settings)",
-        "adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g['params']], **settings)",
-    )
-)
 ENTRIES = [*IDEAS, Idea("combined", " + ".join(COMBINED), ALL)]
 
 

@@ -1,4 +1,4 @@
-"""Each idea of benchmarks/ideas.py is short, trains, resumes exactly, and is never exported wrongly."""
+"""Each idea of ideas.py is short, trains, resumes exactly, and is never exported wrongly."""
 
 import importlib.util
 import sys
