@@ -515,7 +515,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
     add("--files", nargs="+", metavar="GLOB", help="local .jsonl, .json, .txt or .parquet files")
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
-    add("--tokenizer", choices=["gpt2", "bytes"], help="(default gpt2, for pydocs bytes)")
+    add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens a chunk (default %(default)s)")
     add("--val_tokens", type=int, help="validation tokens (default shard_size or max_tokens / 10)")

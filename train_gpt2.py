@@ -816,7 +816,7 @@ def load_source(name: str) -> dict:
     if name in HUGGING_FACE or Path(name, "config.json").is_file():
         return load_hf(name)
     path = [Path(name), *list_checkpoints(name)][-1]  # a log_dir stands for its newest one
-    expected = f"expected a checkpoint, a log_dir, transformers' folder or {HUGGING_FACE}"
+    expected = f"expected a checkpoint, a run's folder (log/quickstart) or {HUGGING_FACE}"
     require(path.is_file(), f"--init_from {name}: {expected}")
     return load_checkpoint(path)
 
@@ -1082,24 +1082,24 @@ FLAGS = {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
         "seq_len": (int, None, "T: tokens in a sequence (default: the model's context)"),
     },
-    "the run: kept by --resume, which refuses other values, and by evaluations": {
+    "what the run is: --resume refuses other values": {
         "total_batch_size": (int, None, "tokens per step (default: what suits max_steps)"),
         "optimizer": (str, "adamw", "adamw, or muon, which changes defaults of the recipe"),
         "schedule": (tuple(SCHEDULES), "cosine", "how the learning rate decays (muon: linear)"),
-        "seed": (int, 1337, "of the initial weights, the data order and the samples"),
+        "seed": (int, 1337, "random seed of the weights, the data order and the samples"),
         "shuffle": (bool, True, "read the data in a new order every epoch"),
         "overfit_one_batch": (bool, False, "train on the first batch only, to debug"),
     },
-    "the recipe: kept by --resume and by evaluations": {
-        "data_dir": (str, "edu_fineweb10B", "folder of shards; --resume expects the same"),
+    "the recipe: --resume keeps it, unless you give another value": {
+        "data_dir": (str, "edu_fineweb10B", "folder that fineweb.py made, also from your texts"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
-        "warmup_steps": (int, None, "steps of rising rate (default: a third of them, at most 715)"),
+        "warmup_steps": (int, None, "steps of rising rate (default: a third, at most 715; muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 times that)"),
         "final_lr_frac": (float, 0.1, "rate where the decay ends, as a share of max_lr (muon: 0)"),
-        "weight_decay": (float, 0.1, "of matrices and embeddings (muon: 0.2)"),
+        "weight_decay": (float, 0.1, "weight decay of matrices and embeddings (muon: 0.2)"),
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
-    "evaluation, samples and checkpoints: kept by --resume and by evaluations": {
+    "evaluation, samples and checkpoints: --resume keeps these, unless you give other values": {
         "val_every": (int, None, "validate every this many steps (default: every 131M tokens)"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
         "hellaswag_every": (int, None, "score HellaSwag (default: like val_every, on CUDA only)"),
@@ -1110,17 +1110,17 @@ FLAGS = {
         "temperature": (float, 1.0, "0: always the most likely token"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
         "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
-        "keep": (int, 2, "newest checkpoints to keep, of 12 bytes a parameter (muon: 9), 0: all"),
+        "keep": (int, 2, "how many checkpoints to keep, 0: all; one has 12 bytes a parameter"),
     },
-    "the machine: kept by --resume, where auto and 0 are decided again": {
+    "the machine: --resume keeps these too; auto and 0 are decided again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
         "compile": (bool, None, "use torch.compile (default: on CUDA, if Triton is installed)"),
-        "batch_size": (int, 0, "B: the most sequences per GPU and micro-step, 0: what fits"),
+        "batch_size": (int, 0, "B: sequences at a time, 0: what fits; halve it to save memory"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
         "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
     },
-    "what to do now: never kept": {
+    "what to do now: for this command only": {
         "log_dir": (str, "log", "for log.txt and checkpoints: a folder that all machines see"),
         "init_from": (str, "scratch", "gpt2 ... gpt2-xl, a checkpoint, a log_dir, an HF folder"),
         "resume": (bool, False, "continue log_dir's newest checkpoint; without one, start"),
