@@ -1093,7 +1093,7 @@ FLAGS = {
     "the recipe: --resume keeps it, unless you give another value": {
         "data_dir": (str, "edu_fineweb10B", "folder that fineweb.py made, also from your texts"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
-        "warmup_steps": (int, None, "steps of rising rate (default: a third, at most 715; muon: 60)"),
+        "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715; muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 times that)"),
         "final_lr_frac": (float, 0.1, "rate where the decay ends, as a share of max_lr (muon: 0)"),
         "weight_decay": (float, 0.1, "weight decay of matrices and embeddings (muon: 0.2)"),
