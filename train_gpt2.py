@@ -263,8 +263,7 @@ class GPT(nn.Module):
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
             adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g["params"]], **settings)
             groups = [{"params": hidden}]
-            # Projections write into one residual stream, where updates and rounding errors add up.
-            # A smaller rate for them lets repeated runs end closer together
+            # Projections write into one stream, where updates and rounding errors add up
             groups.append({"params": projections, "lr_share": 1 / self.config.n_layer})
             groups.append({"params": attention, "rows": self.transformer.h[0].attn.sizes})
             return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
@@ -417,8 +416,7 @@ class DataLoaderLite:
         """Return this process's rows of the batch of windows from `start` on, but before `stop`."""
         mine = start + self.process.rank * self.B  # this process's first window
         rows = np.stack([self.get_window(min(mine + i, stop - 1)) for i in range(self.B)])
-        # uint16 saves disk space, but cross_entropy needs int64
-        rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1)
+        rows = torch.from_numpy(rows.astype(np.int64))  # (B, T + 1), as cross_entropy needs int64
         if self.process.device.type == "cuda":
             rows = rows.pin_memory()  # only from there, a copy to the GPU runs asynchronously
         rows = rows.to(self.process.device, non_blocking=rows.is_pinned())
@@ -679,8 +677,7 @@ class Log:
             return
         path = Path(args.log_dir, "log.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Readers of the log need these to count tokens and to compare losses
-        V = state.model.config.vocab_size
+        V = state.model.config.vocab_size  # for readers that compare losses
         records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
         if state.step > 0 and path.exists():  # keep what is older than the checkpoint
             lines = re.findall(r"^\d+ \S+ \S+\n", path.read_text(), re.MULTILINE)
@@ -723,13 +720,13 @@ class Log:
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # no copies on a CPU
+FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator:
     """Open a binary file for writing that appears under its name only once it is whole."""
-    temporary = path.with_name("unfinished.tmp")  # the next write replaces what a kill has left
+    temporary = path.with_name(f"unfinished{path.suffix}")  # written over after a kill
     with open(temporary, "wb") as file:
         yield file
         file.flush()
@@ -782,6 +779,11 @@ def restore_state(state, saved: dict):
         old |= {name: value for name, value in group.items() if name != "params"}
         group |= {name: old[name] for name in old.keys() - group.keys()}  # what a fork keeps there
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
+    # dcp has made a state for parameters that were never updated: take it away
+    for name, p in state.model.named_parameters():
+        if name not in saved["optimizer"]["state"]:
+            for optimizer in state.optimizers:
+                optimizer.state.pop(p, None)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
@@ -790,8 +792,8 @@ def restore_state(state, saved: dict):
 
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
-    missing = model.state_dict().keys() - weights.keys()  # dcp would leave these unset
-    require(not missing, f"these weights are another model's: they lack {sorted(missing)[:3]}")
+    others = sorted(model.state_dict().keys() ^ weights.keys())  # which dcp would leave as they are
+    require(not others, f"these weights are another model's: {others[:3]} are not in both")
     with loading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
 
@@ -860,8 +862,7 @@ def choose_batch_size(config, args, process) -> int:
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
-        # LayerNorm outputs, q, k and v, attention's output, and 4 C each before and after GELU.
-        # Autocast keeps some in float32, which makes about 20 C
+        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU; float32 makes it 20 C
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
@@ -886,9 +887,8 @@ def make_state(config, source, args, process) -> State:
     # Made on the CPU and not yet written to, weights take no memory, however large the model is
     model = GPT(config, args.recompute, residual_dtype, seed=None)
     if args.zero > 0 and process.world_size > 1:
-        # Split parameters, gradients and optimizer states over the processes (FSDP2). A block's
-        # weights are gathered when needed. --zero 2 keeps them until the backward pass, 3 gathers
-        # them again. The last call shards the rest, such as the tied matrix
+        # Split parameters, gradients and optimizer states over the processes (FSDP2). 2 keeps a
+        # block's gathered weights until the backward pass. The last call shards what is in no block
         require(process.dtype != "float16", "--zero needs --dtype bfloat16, tf32 or float32")
         mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
         for part in [*model.transformer.h, model]:
@@ -1217,8 +1217,9 @@ def check_args(args):
     is_free = not list_checkpoints(args.log_dir) and not Path(args.log_dir, "log.txt").exists()
     choice = "--resume continues it, --overwrite deletes it, another --log_dir leaves it alone"
     require(is_free or any(modes), f"{args.log_dir} holds a run: {choice}")
-    is_once = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or not args.overwrite
-    require(is_once, "torchrun's --max_restarts would repeat --overwrite: use --resume")
+    is_elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"  # machines may join
+    is_once = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" and not is_elastic
+    require(is_once or not args.overwrite, "torchrun would repeat --overwrite: use --resume")
     path = Path(args.init_from).resolve()
     is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
     require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
@@ -1349,8 +1350,7 @@ class Muon(torch.optim.Optimizer):
 
     # The gradient of a matrix has few large singular values and many small ones, so a step along it
     # moves the matrix in few directions. Muon averages the gradients and then makes all singular
-    # values about 1, so that every direction learns. Matrices of one shape are stacked: one by one,
-    # as in torch.optim.Muon, they need a thousand kernels a step
+    # values about 1, so that every direction learns. Matrices of one shape are stacked, to be fast
 
     def __init__(self, params: list, lr: float, weight_decay: float, momentum: float = 0.9):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

@@ -110,10 +110,12 @@ def test_a_folder_that_holds_a_run_is_left_alone(old, shards, capsys, monkeypatc
     assert refused(capsys, holds, *flags, "--max_steps", 4)
     assert main(*flags, "--init_from", old, "--max_steps", 0) == 0
     monkeypatch.setitem(train_gpt2.QUICKSTART, "log_dir", str(old))
-    message = "torchrun's --max_restarts would repeat --overwrite"
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    for flag in ("--overwrite", "--quickstart"):
-        assert refused(capsys, message, *flags, "--max_steps", 4, flag)
+    message = "torchrun would repeat --overwrite: use --resume"
+    for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "False")):
+        with monkeypatch.context() as torchrun:
+            torchrun.setenv(f"TORCHELASTIC_{name}", value)
+            for flag in ("--overwrite", "--quickstart"):
+                assert refused(capsys, message, *flags, "--max_steps", 4, flag)
     assert contents(old) == before
     for path in old.glob("*.pt"):
         path.unlink()
@@ -265,8 +267,8 @@ def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, capsy
         ({"state_dict": {}}, "other.pt is not a checkpoint of this script"),
         (torch.zeros(3), "other.pt is not a checkpoint of this script"),
         (saved | {"config": saved["config"] | {"rotary": 1}}, "has a model with ['rotary']"),
-        (saved | {"model": {}}, "these weights are another model's: they lack ["),
-        (saved | {"model": saved["model"] | {"x": torch.ones(1)}}, "a GPT with these weights"),
+        (saved | {"model": {}}, "these weights are another model's: ['lm_head.weight', "),
+        (saved | {"model": saved["model"] | {"x": torch.ones(1)}}, "['x'] are not in both"),
     ):
         torch.save(content, old / "other.pt")
         assert refused(capsys, message, *flags), message
