@@ -862,7 +862,7 @@ def choose_batch_size(config, args, process) -> int:
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
-        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU; float32 makes it 20 C
+        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU; float32 makes 20
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
