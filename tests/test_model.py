@@ -1,8 +1,10 @@
 """Promise 1: the model is GPT-2 exactly, and the padding of its vocabulary takes part in nothing."""
 
+import hashlib
 import json
 import os
 from argparse import Namespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -290,6 +292,24 @@ def test_weights_cross_over_and_back_bit_for_bit(tmp_path):
     export_hf(ours, str(tmp_path / "again"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     torch.testing.assert_close(again, theirs.state_dict(), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_folder_in_16_bits_is_loaded_in_float32(tmp_path, dtype):
+    """Its logits in 16 bits would differ from ours."""
+    foreign().to(dtype).save_pretrained(tmp_path)
+    assert GPT.from_pretrained(str(tmp_path)).lm_head.weight.dtype == torch.float32
+
+
+def test_a_tokenizer_that_cannot_be_downloaded_is_named_with_its_files(monkeypatch):
+    """By the names that tiktoken's cache gives them, and the variable that names their folder."""
+    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no network")))
+    train_gpt2.get_tokenizer.cache_clear()
+    with pytest.raises(train_gpt2.UserError, match="TIKTOKEN_CACHE_DIR.*no network") as error:
+        train_gpt2.get_tokenizer("gpt2")
+    for name in ("vocab.bpe", "encoder.json"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        assert f"{name} as {hashlib.sha1(url.encode()).hexdigest()}" in str(error.value)
 
 
 def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
