@@ -305,7 +305,7 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named_with_its_files(monkeypat
     """By the names that tiktoken's cache gives them, and the variable that names their folder."""
     monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no network")))
     train_gpt2.get_tokenizer.cache_clear()
-    with pytest.raises(train_gpt2.UserError, match="TIKTOKEN_CACHE_DIR.*no network") as error:
+    with pytest.raises(train_gpt2.UserError, match=r"TIKTOKEN_CACHE_DIR.*no network") as error:
         train_gpt2.get_tokenizer("gpt2")
     for name in ("vocab.bpe", "encoder.json"):
         url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
