@@ -851,9 +851,7 @@ def choose_batch_size(config, args, process) -> int:
     T = args.seq_len
     sequences, rest = divmod(args.total_batch_size, T)
     require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
-    require(
-        sequences >= process.world_size, f"--total_batch_size: {sequences} sequences are too few"
-    )
+    require(sequences >= process.world_size, f"--total_batch_size: only {sequences} sequences")
     most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
     if process.device.type == "cuda" and not args.batch_size:
         parameters = sum(p.numel() for p in GPT(config, seed=None).parameters())
@@ -946,6 +944,7 @@ def prepare(args, source, process) -> tuple:
     facts = {"step": source["step"] if args.resume else 0, "precision": process.dtype}
     facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
     facts |= vars(args) | {"data_dir": "", "log_dir": ""}
+    facts["hellaswag_every"] = process.hellaswag_every  # is hellaswag.py there?
     everyone = process.gather(facts)
     for name in facts:
         found = [each[name] for each in everyone]

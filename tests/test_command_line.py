@@ -184,7 +184,7 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
         (1024, 512, 3, 8), (1024, 512, 7, 8), (1024, 20, 3, 7), (1024, 5, 5, 1),
     ):  # fmt: skip
         assert choose(make_process(0, world), seq_len=T, total_batch_size=T * sequences) == B
-    with pytest.raises(UserError, match="3 sequences are too few"):
+    with pytest.raises(UserError, match="only 3 sequences"):
         choose(make_process(0, 5), total_batch_size=3 * 1024)
     memory = {}
     monkeypatch.setattr(train_gpt2, "triton", "installed")

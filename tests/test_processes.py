@@ -173,6 +173,7 @@ DIFFERENCES = {
     "step: [2, 0]": "train_gpt2.list_checkpoints = lambda log_dir: []",
     "max_lr: [0.01, 0.02]": "flags += ['--max_lr', '0.02']",
     "precision: ['float32', 'bfloat16']": "flags += ['--dtype', 'bfloat16']",
+    "hellaswag_every: [0, -1]": "P = train_gpt2.Process; train_gpt2.Process = lambda *a: P(*a[:4], -1, *a[5:])",
     "shards: [[{'test_train_000001.npy'": "flags += ['--data_dir', {other!r}]",
 }
 
