@@ -179,7 +179,8 @@ def run_rank(flags, patch, env: dict[str, str], folder: str, rank: int) -> None:
     os.environ.update(env)
     train_gpt2.SIZES["test"] = TINY
     torch.use_deterministic_algorithms(True)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may have been started by nohup
+    for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a shell's & let them be ignored
+        signal.signal(number, signal.SIG_DFL)
     known = {"train_gpt2": train_gpt2, "torch": torch, "os": os, "signal": signal, "rank": rank}
     known["flags"] = flags
     exec(patch, known)
