@@ -684,15 +684,15 @@ class Log:
             records = [line for line in lines if int(line.split()[0]) < state.step]
         with atomic_write(path) as file:
             file.write("".join(records).encode())
-        self.file = path.open("a", buffering=1)  # each line is in the file once it is written
+        self.file = path.open("a")
 
     def record(self, step: int, line: str, **values):
         """Print a line about a step, unless it is empty, and record each stream=value."""
         if line:
             print0(f"step {step:5d}/{self.args.max_steps} | {line}")
-        for stream, value in values.items():
-            if self.file:
-                self.file.write(f"{step} {stream} {value}\n")
+        if self.file:
+            self.file.writelines(f"{step} {stream} {value}\n" for stream, value in values.items())
+            self.file.flush()
 
     def record_step(self, step: int, loss: float, lr: float, norm: float, is_skipped: bool):
         """Record a step of training, which ends now."""
@@ -1031,22 +1031,24 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             state.scaler.scale(micro_loss).backward()
             loss_sum += micro_loss.detach()
 
-        # 2. Clip the gradient: one bad batch could throw the weights off. The norm is from before
+        # 2. Wait for the results, by which all processes decide alike whether to skip and to stop
         for optimizer in state.optimizers:
             state.scaler.unscale_(optimizer)
-        total_norm = nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip or math.inf)
-
-        # 3. Wait for the results, by which all processes decide alike whether to skip and to stop
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        total_norm = nn.utils.get_total_norm(gradients)
         received = torch.full_like(loss_sum, len(signals))
         results = torch.stack((loss_sum, whole(total_norm), received)) / process.world_size
         if process.world_size > 1:
             dist.all_reduce(results)
         loss, norm, must_stop = results.tolist()
 
-        # 4. Update the weights. While a GPU does it, Python goes on
+        # 3. Update the weights. While a GPU does it, Python goes on. The gradient is clipped first:
+        #    one bad batch could throw the weights off
         lr = get_lr(step, args)
         skipped = 0 if math.isfinite(loss + norm) else skipped + 1
         if skipped == 0:
+            if norm > args.grad_clip > 0:
+                nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
         state.scaler.update()
         state.step = step + 1
@@ -1384,10 +1386,11 @@ class Muon(torch.optim.Optimizer):
 
 def make_orthogonal(matrices: list):
     """Overwrite matrices of one shape by their orthogonalized versions, scaled to be updates."""
-    stack = torch.stack(matrices)
     # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
-    if stack.is_cuda and torch.cuda.get_device_capability() >= (8, 0):
-        stack = stack.bfloat16()
+    is_fast = matrices[0].is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+    dtype = torch.bfloat16 if is_fast else torch.float32
+    stack = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=dtype)
+    torch._foreach_copy_(stack.unbind(), matrices)
     if dist.is_initialized():  # every process computes a share of them
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         updates = torch.zeros_like(stack)
@@ -1412,7 +1415,8 @@ def orthogonalize(stack: Tensor) -> Tensor:
     for _ in range(5):
         a = x @ x.mT  # s^2
         b = torch.baddbmm(a, a, a, beta=-4.7750, alpha=2.0315)  # -4.7750 s^2 + 2.0315 s^4
-        x = torch.baddbmm(x, b, x, beta=3.4445)
+        b.diagonal(dim1=1, dim2=2).add_(3.4445)  # adding 3.4445 x below would copy x
+        x = b @ x
     return x.mT if is_tall else x
 
 
