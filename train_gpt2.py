@@ -261,6 +261,7 @@ class GPT(nn.Module):
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
+            settings["betas"] = (0.9, 0.98)  # single rows of a table have noisy gradients
             adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g["params"]], **settings)
             groups = [{"params": hidden}]
             # Projections write into one stream, where updates and rounding errors add up
@@ -527,8 +528,7 @@ def shard_as(p: Tensor, value: Tensor) -> Tensor:
     """Return a whole tensor as p is: sharded, with the part that this process has of p, or not."""
     if not isinstance(p, DTensor):
         return value
-    layout = (p.device_mesh, p.placements)
-    return distribute_tensor(value.to(p.device), *layout, src_data_rank=None)
+    return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
 
 
 def setup_process(args) -> Process:
@@ -779,11 +779,6 @@ def restore_state(state, saved: dict):
         old |= {name: value for name, value in group.items() if name != "params"}
         group |= {name: old[name] for name in old.keys() - group.keys()}  # what a fork keeps there
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
-    # dcp has made a state for parameters that were never updated: take it away
-    for name, p in state.model.named_parameters():
-        if name not in saved["optimizer"]["state"]:
-            for optimizer in state.optimizers:
-                optimizer.state.pop(p, None)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
@@ -1022,7 +1017,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
         # DDP and FSDP average over the processes, which makes this the mean over all tokens
         scale = process.world_size / (len(windows) * args.seq_len)
-        loss_sum = torch.zeros((), device=process.device)  # of this process's tokens
+        loss_sum = 0.0  # of this process's tokens
         for micro_step, (x, y) in enumerate(train_loader.batches(windows)):  # (B, T) each
             # DDP averages gradients in the last micro-step only, as with no_sync(); FSDP in all
             model.require_backward_grad_sync = micro_step == grad_accum_steps - 1
@@ -1042,8 +1037,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             dist.all_reduce(results)
         loss, norm, must_stop = results.tolist()
 
-        # 3. Update the weights. While a GPU does it, Python goes on. The gradient is clipped first:
-        #    one bad batch could throw the weights off
+        # 3. Clip the gradient, as one bad batch could throw the weights off, and update the weights
         lr = get_lr(step, args)
         skipped = 0 if math.isfinite(loss + norm) else skipped + 1
         if skipped == 0:
@@ -1386,10 +1380,11 @@ class Muon(torch.optim.Optimizer):
 
 def make_orthogonal(matrices: list):
     """Overwrite matrices of one shape by their orthogonalized versions, scaled to be updates."""
+    first = matrices[0]
     # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
-    is_fast = matrices[0].is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+    is_fast = first.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
     dtype = torch.bfloat16 if is_fast else torch.float32
-    stack = matrices[0].new_empty(len(matrices), *matrices[0].shape, dtype=dtype)
+    stack = first.new_empty(len(matrices), *first.shape, dtype=dtype)
     torch._foreach_copy_(stack.unbind(), matrices)
     if dist.is_initialized():  # every process computes a share of them
         mine = slice(dist.get_rank(), None, dist.get_world_size())

@@ -1,6 +1,5 @@
 """Promise 3: a run that is stopped or killed, at any moment, and resumed is the unbroken run."""
 
-import math
 import os
 import random
 import shutil
@@ -11,7 +10,6 @@ import pytest
 import torch
 from conftest import (
     ROOT,
-    break_losses,
     contents,
     leaves,
     load,
@@ -70,20 +68,6 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe)
         assert_same_run(tmp_path / "a", broken)
     saved = load(tmp_path / "a", 12)  # with this empty, the test could not tell
     assert (saved["scaler"] != {}) == ("float16" in recipe)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_whose_updates_were_all_skipped_is_resumed_exactly(
-    tmp_path, shards, monkeypatch, optimizer
-):
-    """As float16's first ones often are. Until a parameter is updated, it has no moments."""
-    flags = ["--data_dir", shards, "--max_steps", 4, "--save_every", 1, "--keep", 0]
-    flags += ["--optimizer", optimizer, "--log_dir"]
-    with monkeypatch.context() as broken:
-        break_losses(broken, lambda n, losses: losses * math.nan if n == 0 else losses)
-        assert main(*flags, tmp_path / "a") == 0
-    assert main(*flags, break_off(tmp_path / "a", tmp_path / "b", 1), "--resume") == 0
-    assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
 def test_a_fork_with_dropout_and_values_of_its_own_is_resumed_exactly(

@@ -235,7 +235,8 @@ def test_every_parameter_has_one_optimizer(optimizer):
             in_muon = optimizer == "muon" and is_matrix and ("mlp" in layer or "attn" in layer)
             assert isinstance(one, Muon) == in_muon, updated[-1]
             assert group["weight_decay"] == (0.3 if is_matrix else 0.0), updated[-1]
-            assert in_muon or (group["betas"], group["eps"]) == ((0.9, 0.95), 1e-8)
+            betas = (0.9, 0.98 if optimizer == "muon" else 0.95)
+            assert in_muon or (group["betas"], group["eps"]) == (betas, 1e-8)
             share = 1 / 2 if in_muon and "c_proj" in layer else 1
             assert group.get("lr_share", 1) == share, updated[-1]
             assert ("rows" in group) == (in_muon and "c_attn" in layer)

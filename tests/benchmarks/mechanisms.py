@@ -175,7 +175,7 @@ ROWS = [
     ),
     Row(
         "gradient clipping",
-        [("# 2. Clip the", "total_norm = nn")],
+        [("if norm > args.grad_clip", "clip_grads_with_norm_")],
         "--grad_clip 0",
         measures="loss",
     ),
