@@ -267,7 +267,8 @@ class GPT(nn.Module):
             # Projections write into one stream, where updates and rounding errors add up
             groups.append({"params": projections, "lr_share": 1 / self.config.n_layer})
             groups.append({"params": attention, "rows": self.transformer.h[0].attn.sizes})
-            return [adamw, Muon(groups, lr=learning_rate, weight_decay=weight_decay)]
+            # Muon first: while it keeps a GPU busy, Python prepares what follows
+            return [Muon(groups, lr=learning_rate, weight_decay=weight_decay), adamw]
         raise UserError(f"--optimizer {optimizer}: expected adamw or muon")
 
 

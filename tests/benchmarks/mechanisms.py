@@ -113,7 +113,7 @@ ROWS = [
         "Muon instead of AdamW",
         [
             ("# ---- appendix B", "return x.mT if is_tall"),
-            ("# Muon (appendix B)", "return [adamw, Muon"),
+            ("# Muon (appendix B)", "return [Muon"),
         ],
         ADAMW,
         MUON,

@@ -179,7 +179,7 @@ def table_scaling() -> list:
 
 def table_tokenize() -> list:
     """fineweb.py beside tiktoken alone."""
-    table = [["workers", "from", "tokens a second", "of tiktoken alone", "GiB", "measured"]]
+    table = [["cores", "from", "tokens a second", "of tiktoken alone", "GiB", "measured"]]
     rows = load("tokenize", unit="tokens/s", script="fineweb.py")
     for case in unique(rows, "workers", "source"):
         workers = {"workers": case["workers"], "unit": "tokens/s"}
