@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -27,9 +28,11 @@ DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data")).r
 needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
 if DATA.exists():  # GPT-2's tokenizer is there, and need not be downloaded
     os.environ["TIKTOKEN_CACHE_DIR"] = str(DATA / "tiktoken_cache")
+slow = pytest.mark.slow
 
 # 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
 TINY = (2, 2, 32, 16, 1e-2)
+SMALL = train_gpt2.GPTConfig(*TINY[:4], 257, "bytes", 256)
 # The flags of a tiny run. A test adds its own, which come later and count
 FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
 FLAGS += ["--hellaswag_every", "0", "--sample_every", "0", "--max_new_tokens", "8"]
@@ -40,10 +43,7 @@ def tiny_model(monkeypatch):
     """Add the size `test` to the table for the length of a test, and compute deterministically."""
     monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
     torch.use_deterministic_algorithms(True)
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     torch.use_deterministic_algorithms(False)
     for number, handler in handlers.items():  # a run in this process has set its own
@@ -77,15 +77,31 @@ def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
     return train_gpt2.Process(**(cpu | changes))
 
 
-def break_losses(monkeypatch, change) -> None:
-    """Let change(n, losses) take the place of the losses of training batch n."""
-    forward, calls = train_gpt2.GPT.forward, itertools.count()
+@pytest.fixture
+def break_losses(monkeypatch):
+    """Return a function that lets change(n, losses) replace the losses of training batch n."""
+    forward, calls, changes = train_gpt2.GPT.forward, itertools.count(), []
 
     def broken(self, *args):
         losses = forward(self, *args)
-        return change(next(calls), losses) if self.training else losses
+        return changes[0](next(calls), losses) if changes and self.training else losses
 
     monkeypatch.setattr(train_gpt2.GPT, "forward", broken)
+    return changes.append
+
+
+def inject(code: str) -> str:
+    """Return a patch for `run`: it executes the code after each call of the model. `calls` tells of
+    all calls so far whether they were in training, and what the code makes of `losses` counts."""
+    return f"""
+forward, calls = train_gpt2.GPT.forward, []
+def act(self, *args):
+    calls.append(self.training)
+    losses = forward(self, *args)
+{textwrap.indent(code, "    ")}
+    return losses
+train_gpt2.GPT.forward = act
+"""
 
 
 def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
@@ -123,6 +139,19 @@ def main(*flags) -> int:
     with pytest.raises(SystemExit) as exit_info:
         train_gpt2.main([str(flag) for flag in [*FLAGS, *flags]])
     return exit_info.value.code or 0
+
+
+@pytest.fixture
+def refused(capsys):
+    """Return a function: whether a run ends with status 2 and one line that has the message."""
+
+    def is_refused(message: str, *flags) -> bool:
+        capsys.readouterr()
+        status = main(*flags)
+        err = capsys.readouterr().err
+        return (status, err.count("\n")) == (2, 1) and message in err
+
+    return is_refused
 
 
 def read_log(log_dir) -> dict[str, dict[int, float]]:
@@ -181,9 +210,7 @@ def run_rank(flags, patch, env: dict[str, str], folder: str, rank: int) -> None:
     torch.use_deterministic_algorithms(True)
     for number in (signal.SIGHUP, signal.SIGINT):  # nohup and a shell's & let them be ignored
         signal.signal(number, signal.SIG_DFL)
-    known = {"train_gpt2": train_gpt2, "torch": torch, "os": os, "signal": signal, "rank": rank}
-    known["flags"] = flags
-    exec(patch, known)
+    exec(patch, globals() | {"flags": flags, "rank": rank})
     try:
         train_gpt2.main(flags)
     finally:

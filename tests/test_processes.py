@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FLAGS, ROOT, host, leaves, load, main, read_log, run, steps, write_shards
+from conftest import FLAGS, ROOT, host, inject, leaves, load, main, read_log, run, steps, write_shards
 
 slow = pytest.mark.slow
 
@@ -150,23 +150,13 @@ def test_a_sharded_model_is_never_whole_on_a_cpu(tmp_path, shards):
     assert min(grown) > 95 and max(grown) < 140, grown
 
 
-SHARDED = """
-forward = train_gpt2.GPT.forward
-def look(self, *args):
-    losses = forward(self, *args)
-    kind = type(self.transformer.h[0].mlp.c_fc.weight.data).__name__
-    print(f"training {self.training}: {kind}", flush=True)
-    return losses
-train_gpt2.GPT.forward = look
-"""
-
-
 @pytest.mark.parametrize("zero, kind", [(2, "Tensor"), pytest.param(3, "DTensor", marks=slow)])
 def test_zero_2_keeps_weights_until_the_backward_pass(tmp_path, shards, zero, kind):
     """Gathered weights are plain tensors, and sharded ones are DTensors."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--val_every", 0]
-    status, out, err = run(*flags, "--zero", zero, processes=2, patch=SHARDED)
-    assert status == 0 and set(re.findall("training True: (.*)", out)) == {kind}, (out, err)
+    patch = inject("print('data:', type(self.transformer.h[0].mlp.c_fc.weight.data).__name__, flush=True)")
+    status, out, err = run(*flags, "--zero", zero, processes=2, patch=patch)
+    assert status == 0 and set(re.findall("data: (.*)", out)) == {kind}, (out, err)
 
 
 DIFFERENCES = {
@@ -238,36 +228,23 @@ rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"
 {patch}
 train_gpt2.main()
 """
-# In update 6 of the first attempt
 KILLED = """
-forward, calls = train_gpt2.GPT.forward, []
-def act(self, *args):
-    calls.append(self.training)
-    time.sleep({seconds})
-    if (attempt, rank, sum(calls)) == ("0", {rank}, 6):
-        for process in {processes}:
-            os.kill(process, signal.SIGKILL)
-    return forward(self, *args)
-train_gpt2.GPT.forward = act
+time.sleep({seconds})
+if (attempt, rank, sum(calls)) == ("0", {rank}, 6):  # in update 6 of the first attempt
+    for process in {processes}:
+        os.kill(process, signal.SIGKILL)
 """
-WITH_ITS_MACHINE = "(os.getppid(), os.getpid())"
 
 
-def torchrun(folder: Path, name: str, launcher: str, flags, patch="") -> subprocess.Popen:
+def torchrun(folder: Path, name: str, launcher: str, flags, patch) -> subprocess.Popen:
     """Start torchrun for a tiny run. What it prints is kept in a file of this name."""
     (folder / f"{name}.py").write_text(SCRIPT.format(patch=patch))
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        *launcher.split(),
-        f"{folder}/{name}.py",
-    ]
+    module = [sys.executable, "-m", "torch.distributed.run", *launcher.split()]
     env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = str(int("nnodes" in launcher))
     with open(folder / f"{name}.txt", "w") as file:
-        flags = [str(flag) for flag in [*FLAGS, *flags]]
-        return subprocess.Popen([*command, *flags], env=env, stdout=file, stderr=subprocess.STDOUT)
+        command = [*module, folder / f"{name}.py", *map(str, [*FLAGS, *flags])]
+        return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 def printed(folder: Path) -> str:
@@ -280,7 +257,7 @@ def test_torchrun_starts_a_group_again_in_which_a_process_dies(tmp_path, shards)
     """The processes meet at the store of torchrun's agent, which still knows the dead ones."""
     flags = ["--data_dir", shards, "--max_steps", 10, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
-    patch = KILLED.format(seconds=0, rank=1, processes="(os.getpid(),)")
+    patch = inject(KILLED.format(seconds=0, rank=1, processes="[os.getpid()]"))
     launcher = "--standalone --nproc_per_node=2 --max_restarts=3"
     flags += ["--resume", "--log_dir", tmp_path / "two"]
     status = torchrun(tmp_path, "agent", launcher, flags, patch).wait(120)  # seconds
@@ -296,12 +273,11 @@ def test_a_machine_may_die_and_come_back(tmp_path, shards):
     flags = ["--data_dir", shards, "--max_steps", 200, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
     flags += ["--resume", "--log_dir", tmp_path / "three"]
-    address = host()
+    store = host()
     launcher = "--nnodes=1:3 --nproc_per_node=1 --max_restarts=9 --rdzv_id=test --rdzv_backend=c10d"
-    launcher += (
-        f" --rdzv_endpoint=127.0.0.1:{address.port} --rdzv_conf=last_call_timeout=5,is_host=0"
-    )
-    killed = KILLED.format(seconds=0.1, rank="rank", processes=WITH_ITS_MACHINE)
+    launcher += f" --rdzv_endpoint=127.0.0.1:{store.port} --rdzv_conf=last_call_timeout=5,is_host=0"
+    killed = KILLED.format(seconds=0.1, rank="rank", processes="(os.getppid(), os.getpid())")
+    killed = inject(killed)
     slowly = killed.replace('"0"', '"never"')
     patches = {"a": slowly, "b": slowly, "c": killed}
     agents = {name: torchrun(tmp_path, name, launcher, flags, p) for name, p in patches.items()}

@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    contents,
-    leaves,
-    load,
-    main,
-    read_log,
-    run,
-    steps,
-    write_shards,
-)
+from conftest import contents, inject, leaves, load, main, read_log, run, steps, write_shards
 
 import train_gpt2
 
@@ -40,13 +30,13 @@ def assert_same_run(a, b) -> None:
 
 def break_off(log_dir, copy, step: int) -> Path:
     """Return a copy of log_dir as a crash some time after the checkpoint of `step` leaves it:
-    log.txt goes further, and ends in half a line."""
+    log.txt goes further, and ends in half a line. A user has added blank lines and a note."""
     shutil.copytree(log_dir, copy)
     for later in steps(copy):
         if later > step:
             Path(copy, f"model_{later:05d}.pt").unlink()
-    with open(Path(copy, "log.txt"), "a") as file:
-        file.write("12 tra")
+    log = Path(copy, "log.txt")
+    log.write_text("\n" + log.read_text().replace("\n1 lr", "\na note\n\n1 lr") + "12 tra")
     return copy
 
 
@@ -70,10 +60,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe)
     assert (saved["scaler"] != {}) == ("float16" in recipe)
 
 
-def test_a_fork_with_dropout_and_values_of_its_own_is_resumed_exactly(
-    tmp_path, shards, monkeypatch
-):
-    """Masks depend on the seed and the step, and a group keeps what a fork has put into it."""
+def test_a_fork_with_dropout_and_values_of_its_own_is_resumed(tmp_path, shards, monkeypatch):
+    """Masks depend on the seed and the step; a group and log.txt keep what a fork puts into them."""
     forward, configure = train_gpt2.MLP.forward, train_gpt2.GPT.configure_optimizers
 
     def dropped(self, x):
@@ -89,6 +77,8 @@ def test_a_fork_with_dropout_and_values_of_its_own_is_resumed_exactly(
     with monkeypatch.context() as first:
         first.setattr(train_gpt2.GPT, "configure_optimizers", marked)
         assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    log = tmp_path / "a/log.txt"
+    log.write_text(log.read_text().replace("\n1 lr", "\n1 norm/h.0 0.5\n1 lr"))
     broken = break_off(tmp_path / "a", tmp_path / "b", 3)
     assert main(*flags, "--log_dir", broken, "--resume") == 0
     assert_same_run(tmp_path / "a", broken)
@@ -123,7 +113,7 @@ def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, s
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
     assert saved["model"].keys() == model.state_dict().keys()
     weights = 4 * sum(p.numel() for p in model.parameters())  # bytes, a tied matrix once
-    assert saved["script"] == (ROOT / "train_gpt2.py").read_text()
+    assert saved["script"] == Path(train_gpt2.__file__).read_text()
     # weights, two moments, and some names
     size = (tmp_path / "model_00002.pt").stat().st_size - len(saved["script"].encode())
     assert 3 * weights < size < 3 * weights + model.lm_head.weight.nbytes
@@ -166,8 +156,7 @@ def test_killed_at_random_moments_the_run_ends_as_the_unbroken_one(tmp_path, sha
 
 
 KILLED_IN_SAVE = """
-save = torch.save
-def save_half(contents, file):
+def save_half(contents, file, save=torch.save):
     save(contents, file)
     if contents["step"] == 4:
         file.truncate(50000)
@@ -197,20 +186,12 @@ def test_bytes_reach_the_disk_before_their_name(tmp_path, shards, monkeypatch):
     assert calls == [*known.values()] * 2  # log.txt, the checkpoint
 
 
-MAPPED = """
-record = train_gpt2.Log.record
-def look(self, *args, **values):
-    print("mapped:", "model_00002.pt" in open("/proc/self/maps").read())
-    record(self, *args, **values)
-train_gpt2.Log.record = look
-"""
-
-
 def test_a_deleted_checkpoint_gives_back_its_disk(tmp_path, shards):
     """A run that was resumed from it maps it no longer: neither weights nor moments are the file's."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--save_every", 2, "--keep", 1]
     assert main(*flags, "--max_steps", 2) == 0
-    status, out, err = run(*flags, "--max_steps", 6, "--resume", patch=MAPPED)
+    patch = inject("print('mapped:', 'model_00002.pt' in open('/proc/self/maps').read())")
+    status, out, err = run(*flags, "--max_steps", 6, "--resume", patch=patch)
     assert status == 0 and steps(tmp_path) == [6], err
     assert "mapped: False" in out and "mapped: True" not in out
 
@@ -242,17 +223,12 @@ def test_a_script_with_another_model_says_so(tmp_path, shards, old, new, is_othe
 
 # ---- asked to stop
 
-# Send a signal `times` times in call number `call` in training (True) or in an evaluation (False)
-IN_FORWARD = """
-forward, calls = train_gpt2.GPT.forward, []
-def act(self, *args):
-    calls.append(self.training)
-    if self.training is {training} and calls.count({training}) == {call} and rank == {rank}:
-        for _ in range({times}):
-            os.kill(os.getpid(), signal.{name})
-    return forward(self, *args)
-train_gpt2.GPT.forward = act
-"""
+
+def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
+    """Return a patch that sends a signal in the process `rank`, in this call of the model."""
+    when = f"rank == {rank} and self.training is {training} and calls.count({training}) == {call}"
+    kill = f"    os.kill(os.getpid(), signal.{name})\n"
+    return inject(f"if {when}:\n{times * kill}")
 
 
 @pytest.mark.parametrize("name, processes, training, call", [
@@ -263,7 +239,7 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
     second gets the signal here, and both stop."""
     flags = ["--data_dir", shards, "--max_steps", 8, "--save_every", 8, "--keep", 0]
     flags += ["--val_every", 4, "--batch_size", 8]
-    patch = IN_FORWARD.format(name=name, times=1, training=training, call=call, rank=processes - 1)
+    patch = signal_in(call, name, training=training, rank=processes - 1)
     if processes == 1:  # nobody reads the output: the same Ctrl-C has ended `| tee`
         patch += "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)\n"
     a, b = tmp_path / "a", tmp_path / "b"
@@ -279,25 +255,23 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
 
 def test_a_signal_in_the_last_update_changes_nothing(tmp_path, shards):
     """The run is complete: its last update is evaluated, sampled, saved, and the status is 0."""
-    patch = IN_FORWARD.format(name="SIGTERM", times=1, rank=0, training=True, call=4)
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4, "--sample_every", 4]
-    status, out, _ = run(*flags, patch=patch)
+    status, out, _ = run(*flags, patch=signal_in(4, "SIGTERM"))
     assert status == 0 and "sample 0: " in out and "done: " in out
     assert steps(tmp_path) == [4] and list(read_log(tmp_path)["val"]) == [0, 4]
 
 
 def test_nohup_lets_the_run_go_on(tmp_path, shards):
     """A signal that is ignored from the start stays so."""
-    patch = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    patch += IN_FORWARD.format(name="SIGHUP", times=1, rank=0, training=True, call=2)
+    patch = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + signal_in(2, "SIGHUP")
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4]
     assert run(*flags, patch=patch)[0] == 0 and steps(tmp_path) == [4]
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
     """Nothing is saved then."""
-    patch = IN_FORWARD.format(name="SIGINT", times=2, rank=0, training=True, call=5)
-    status, _, err = run("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 8, patch=patch)
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 8]
+    status, _, err = run(*flags, patch=signal_in(5, "SIGINT", times=2))
     assert status == -signal.SIGINT and "saving after this step" in err and not steps(tmp_path)
 
 
@@ -317,7 +291,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     assert read_log(tmp_path / "log") == before and steps(tmp_path / "log") == [2]
 
 
-def test_resume_refuses_what_would_be_another_run(tmp_path, shards, capsys):
+def test_resume_refuses_what_would_be_another_run(tmp_path, shards, refused, capsys):
     """One line says what is different, and nothing on the disk is changed. Data may move: it is
     known by the names and lengths of its shards. So may the precision, which is reported."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 4]
@@ -336,10 +310,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, capsys):
     }  # fmt: skip
     before = contents(tmp_path / "log")
     for message, other in others.items():
-        capsys.readouterr()
-        assert main(*flags, "--resume", *other) == 2, message
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1, (message, err)
+        assert refused(message, *flags, "--resume", *other), message
         assert contents(tmp_path / "log") == before, message
     flags += ["--data_dir", shards.rename(tmp_path / "moved"), "--dtype", "bfloat16"]
     assert main(*flags, "--resume", "--max_steps", 5) == 0
@@ -347,7 +318,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, capsys):
     assert load(tmp_path / "log", 5)["dtype"] == "bfloat16"
 
 
-def test_a_flag_that_the_checkpoint_lacks_has_its_default(tmp_path, shards, capsys, monkeypatch):
+def test_a_flag_that_the_checkpoint_lacks_has_its_default(tmp_path, shards, refused, monkeypatch):
     """So an older run goes on with a newer script, and is refused with another value. A flag that
     this script lacks would be forgotten: the run is refused."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps"]
@@ -355,42 +326,26 @@ def test_a_flag_that_the_checkpoint_lacks_has_its_default(tmp_path, shards, caps
     rows = train_gpt2.FLAGS[train_gpt2.RUN]
     with monkeypatch.context() as newer:
         newer.setitem(rows, "smoothing", (float, 0.0, "of labels"))
-        assert main(*flags, 2, "--resume", "--smoothing", 0.1) == 2
-        assert "holds a run with --smoothing 0.0, not 0.1" in capsys.readouterr().err
+        message = "holds a run with --smoothing 0.0, not 0.1"
+        assert refused(message, *flags, 2, "--resume", "--smoothing", 0.1)
         assert main(*flags, 2, "--resume") == 0
-    assert main(*flags, 3, "--resume") == 2
-    err = capsys.readouterr().err
-    assert "holds a run with ['smoothing'], not in this script" in err and err.count("\n") == 1
+    assert refused("holds a run with ['smoothing'], not in this script", *flags, 3, "--resume")
     assert main("--init_from", tmp_path / "log", "--max_steps", 0) == 0, "its model is known"
 
 
-def test_what_is_no_record_of_log_txt_is_dropped(tmp_path, shards):
-    """A blank line, half a line, a note: --resume keeps the records before the checkpoint."""
-    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps"]
-    assert main(*flags, 2) == 0
-    before = (tmp_path / "log.txt").read_text().replace("1 lr", "1 norm/h.0 0.5\n1 lr")
-    (tmp_path / "log.txt").write_text("\n" + before.replace("1 lr", "a note\n\n1 lr") + "1 tra")
-    assert main(*flags, 3, "--resume") == 0
-    after = (tmp_path / "log.txt").read_text()
-    assert after.startswith(before[: before.index("2 val")])
-    assert list(read_log(tmp_path)["train"]) == [0, 1, 2]
-
-
-def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(tmp_path, shards, capsys):
+def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(tmp_path, shards, refused):
     """Wherever it was cut short. Once the user has deleted it, --resume continues the one before."""
-    flags = ["--data_dir", shards, "--max_steps", 4, "--save_every", 2]
-    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    flags = ["--data_dir", shards, "--max_steps", 4, "--save_every", 2, "--log_dir"]
+    assert main(*flags, tmp_path / "a") == 0
     newest = shutil.copytree(tmp_path / "a", tmp_path / "b") / "model_00004.pt"
     whole = newest.read_bytes()
     lengths = (0, 100, 30_000, 60_000, 66_000, 300_000, len(whole) - 1)  # bytes
     for damaged in (b"not a checkpoint", *(whole[:length] for length in lengths)):
         newest.write_bytes(damaged)
         before = contents(tmp_path / "b")
-        capsys.readouterr()
-        assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 2, len(damaged)
-        err = capsys.readouterr().err
-        assert f"{newest} cannot be loaded" in err and err.count("\n") == 1, err
+        message = f"{newest} cannot be loaded"
+        assert refused(message, *flags, tmp_path / "b", "--resume"), len(damaged)
         assert contents(tmp_path / "b") == before
     newest.unlink()
-    assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
+    assert main(*flags, tmp_path / "b", "--resume") == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
