@@ -370,6 +370,7 @@ def measure_ideas(args) -> None:
             for idea in [GPT2] * args.base + ideas:
                 started[pool.submit(train, idea, seed)] = (idea, seed)
         failed = []  # they must not cost the others their rows
+        losses = {}
         for run in as_completed(started):
             idea, seed = started[run]
             if run.exception() or not run.result():
@@ -379,9 +380,14 @@ def measure_ideas(args) -> None:
             case = {"idea": idea.name, "source": idea.source, "seed": seed, "flags": args.flags}
             case |= {"lines": lines, "places": places}
             log = run.result()
+            losses[idea.name, seed] = log["val"][-1]
             results.add(case, log["val"][-1], "nats per token")
             results.add(case, median_ms(log), "ms")
             results.add(case, log["parameters"], "parameters")
+    for (name, seed), loss in losses.items():
+        if name != GPT2.name and (GPT2.name, seed) in losses:
+            difference = loss - losses[GPT2.name, seed]
+            print(f"{name}, seed {seed}: {difference:+.4f} nats per token beside {GPT2.name}")
     assert not failed, "\n".join(failed)
 
 
