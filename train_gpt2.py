@@ -252,8 +252,7 @@ class GPT(nn.Module):
                 hidden.append(p)
         # These betas average 10 and 20 gradients. Fused means that one pass does the whole update
         settings = {"lr": learning_rate, "betas": (0.9, 0.95), "fused": True}
-        # Matrices and embeddings decay, which keeps them small. Biases and LayerNorms do not:
-        # decay would pull the scales of LayerNorms away from 1
+        # Matrices and embeddings decay, to stay small. The scales of LayerNorms should stay near 1
         decay = {"params": embeddings, "weight_decay": weight_decay}
         no_decay = {"params": vectors, "weight_decay": 0.0}
         if optimizer == "adamw":
@@ -1164,7 +1163,9 @@ def decide_args(argv: list) -> tuple[Namespace, dict]:
     if args.quickstart and args.max_steps > 0 and args.log_dir == QUICKSTART["log_dir"]:
         args.overwrite = not args.resume  # the quickstart replaces its own earlier run
     check_args(args)
-    args.resume = args.resume and bool(list_checkpoints(args.log_dir))
+    if args.resume and not list_checkpoints(args.log_dir):
+        print0(f"{args.log_dir} has no checkpoint: a new run begins")
+        args.resume = False
     if args.resume:
         check_resume(args, source)
     return args, source

@@ -28,7 +28,6 @@ DATA = Path(os.environ.get("GPT2_TEST_DATA", ROOT / ".." / "shared" / "data")).r
 needs_data = pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
 if DATA.exists():  # GPT-2's tokenizer is there, and need not be downloaded
     os.environ["TIKTOKEN_CACHE_DIR"] = str(DATA / "tiktoken_cache")
-slow = pytest.mark.slow
 
 # 2 layers, 2 heads, 32 channels, 16 tokens: what a test of the whole script can afford
 TINY = (2, 2, 32, 16, 1e-2)
@@ -90,7 +89,7 @@ def break_losses(monkeypatch):
     return changes.append
 
 
-def inject(code: str) -> str:
+def hook(code: str) -> str:
     """Return a patch for `run`: it executes the code after each call of the model. `calls` tells of
     all calls so far whether they were in training, and what the code makes of `losses` counts."""
     return f"""
@@ -149,7 +148,8 @@ def refused(capsys):
         capsys.readouterr()
         status = main(*flags)
         err = capsys.readouterr().err
-        return (status, err.count("\n")) == (2, 1) and message in err
+        is_line = err.startswith("train_gpt2.py: ") and err.count("\n") == 1
+        return status == 2 and is_line and message in err
 
     return is_refused
 
@@ -172,6 +172,12 @@ def steps(log_dir) -> list[int]:
 def load(log_dir, step: int) -> dict:
     """Return a checkpoint."""
     return torch.load(Path(log_dir, f"model_{step:05d}.pt"), weights_only=True)
+
+
+def state(log_dir, step: int) -> dict:
+    """Return the weights and the optimizer's state of a checkpoint, as bits."""
+    saved = load(log_dir, step)
+    return leaves(saved["model"]) | leaves(saved["optimizer"]["state"], "state")
 
 
 def contents(folder) -> dict[str, bytes]:

@@ -7,27 +7,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import contents, inject, leaves, load, main, read_log, run, steps, write_shards
+from conftest import contents, hook, leaves, load, main, read_log, run, state, steps, write_shards
 from torch.optim import SGD
 
 import train_gpt2
 
 
-def state(log_dir, step: int) -> dict:
-    """Return the weights and the optimizer's state of a checkpoint, as bits."""
-    saved = load(log_dir, step)
-    return leaves(saved["model"]) | leaves(saved["optimizer"]["state"], "state")
-
-
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing
 @pytest.mark.parametrize("change, zero", [
-    ("* float('nan')", 0), ("+ float('inf')", 0), pytest.param("* float('nan')", 3, marks=pytest.mark.slow),
+    ("* float('nan')", 0), ("+ float('inf')", 0),
+    pytest.param("* float('nan')", 3, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_all_processes_skip_an_update_in_which_one_fails(tmp_path, shards, change, zero):
     """Weights and optimizer state stay as they are, and the run goes on."""
-    when = "self.training and sum(calls) == 3 and rank == 1"
-    patch = inject(f"if {when}: losses = losses {change}")
+    patch = hook(f"if rank == 1 and sum(calls) == 3 and calls[-1]: losses = losses {change}")
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 5, "--save_every", 1]
     flags += ["--keep", 0, "--batch_size", 8, "--zero", zero]
     status, out, err = run(*flags, processes=2, patch=patch)
@@ -62,8 +56,8 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, break_los
     good = (0, 1, 21, 41)
     break_losses(lambda n, losses: losses if n in good else losses * math.nan)
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 99, "--save_every", 30]
-    message = "20 updates in a row were not finite: try a lower --max_lr"
-    assert refused(message, *flags, "--val_every", 0)
+    flags += ["--val_every", 0]
+    assert refused("20 updates in a row were not finite: try a lower --max_lr", *flags)
     assert list(read_log(tmp_path)["train"]) == list(range(42 + 20)) and steps(tmp_path) == [30, 60]
     assert all(p.isfinite().all() for p in load(tmp_path, 60)["model"].values())
 
@@ -101,7 +95,8 @@ def test_a_folder_that_holds_a_run_is_left_alone(old, shards, refused, monkeypat
 
 
 def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tmp_path, refused):
-    """Until then, whatever fails, the old run is whole."""
+    """Until then, whatever fails, the old run is whole. It stays also if the new one begins with
+    it, named as a checkpoint or as its folder, for which another log_dir is no obstacle."""
     before = contents(old)
     flags = ["--log_dir", old, "--overwrite", "--max_steps", 1]
     assert refused("holds no train shards", *flags, "--data_dir", tmp_path / "missing")
@@ -110,8 +105,12 @@ def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tm
     assert refused("holds no val shards", *flags, "--data_dir", other)
     np.save(other / "test_train_000004.npy", np.zeros(999, np.int64))
     assert refused("1-D int64", *flags, "--data_dir", other, "--val_every", 0)
+    flags += ["--data_dir", shards]
+    for source in (old, old / "model_00001.pt", old.parent / "log" / ".." / "log"):
+        assert refused("--overwrite would delete what --init_from", *flags, "--init_from", source)
+    assert main(*flags, "--log_dir", tmp_path / "new", "--init_from", old) == 0
     assert contents(old) == before
-    assert main(*flags, "--data_dir", shards) == 0
+    assert main(*flags) == 0
     assert contents(old).keys() == {"log.txt", "model_00001.pt"}
     assert list(read_log(old)["train"]) == [0]
 
@@ -143,16 +142,11 @@ import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails with an OSError
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # bytes
 """
-NO_MEMORY = """
-def fail(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory")
-if rank == 1:
-    train_gpt2.update_weights = fail
-"""
+NO_MEMORY = "if rank == 1 and self.training: raise torch.OutOfMemoryError('CUDA out of memory')"
 
 
 @pytest.mark.parametrize("patch, processes, error", [
-    (FULL_DISK, 1, "File too large"), (NO_MEMORY, 2, "CUDA out of memory"),
+    (FULL_DISK, 1, "File too large"), (hook(NO_MEMORY), 2, "CUDA out of memory"),
 ])  # fmt: skip
 def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
     """With a traceback, and the older checkpoints are whole: --resume goes on from them."""
@@ -173,9 +167,7 @@ def npy(dtype, shape=999, token=0) -> bytes:
 
 def bin_shard(*header: int, tokens=999) -> bytes:
     """Return one of llm.c's shards of zeros."""
-    whole = np.zeros(256, np.int32)
-    whole[: len(header)] = header
-    return whole.tobytes() + np.zeros(tokens, np.uint16).tobytes()
+    return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
 
 
 BIN = "is not a .bin shard of version 1, or it was cut short"
@@ -225,19 +217,9 @@ def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypa
     assert contents(old) == before
 
 
-def test_overwrite_does_not_delete_what_the_new_run_begins_with(old, shards, refused, tmp_path):
-    """Neither named as a checkpoint nor as its folder. Another folder is no obstacle."""
-    before = contents(old)
-    flags = ["--data_dir", shards, "--overwrite", "--max_steps", 4]
-    for source in (old, old / "model_00001.pt", old.parent / "log" / ".." / "log"):
-        message = "--overwrite would delete what --init_from names"
-        assert refused(message, *flags, "--log_dir", old, "--init_from", source)
-    assert contents(old) == before
-    assert main(*flags, "--log_dir", tmp_path / "new", "--init_from", old) == 0
-
-
-def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, refused):
-    """Somebody else's weights, and those of a model with fields that this script does not know."""
+def test_a_model_that_this_script_or_the_data_does_not_fit_is_named(old, shards, refused, tmp_path):
+    """Somebody else's weights, those of a model with fields that this script does not know, and a
+    model of bytes, which cannot be fine-tuned on GPT-2's tokens."""
     flags = ["--data_dir", shards, "--init_from", old / "other.pt", "--max_steps", 0]
     saved = load(old, 2)
     for content, message in (
@@ -249,3 +231,6 @@ def test_a_file_that_is_no_checkpoint_of_this_script_is_named(old, shards, refus
     ):
         torch.save(content, old / "other.pt")
         assert refused(message, *flags), message
+    (shards / "meta.json").unlink()
+    flags = ["--data_dir", shards, "--init_from", old, "--log_dir", tmp_path / "new"]
+    assert refused("has tokens of gpt2, the model reads bytes", *flags, "--max_steps", 1)

@@ -37,6 +37,7 @@ from pyarrow import parquet
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import fineweb
+import train_gpt2
 
 exact = settings(deadline=None, derandomize=True, database=None)
 
@@ -101,9 +102,6 @@ def to_tokens(texts: list[str]) -> list[int]:
     """Return what all shards together hold with the bytes tokenizer."""
     return [token for text in texts for token in (256, *text.encode())]
 
-
-# The shards depend on documents and options alone, not on workers or kills; changed
-# inputs or options never mix into one dataset; no file has its final name before it is whole
 
 TEXTS = [*random_texts(60, 900), "a long one " * 2000, *random_texts(60, 900, seed=1)]
 OPTIONS = ("--shard_size", 2500, "--val_share", 0.3)
@@ -329,9 +327,6 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     assert contents(tmp_path / "out") == whole | {"meta.json": ANY}
 
 
-# -------------------- documents to shards
-
-
 def test_small_corpus_golden(tmp_path, monkeypatch):
     """The bytes that the first version wrote, and the keys that the trainer reads."""
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
@@ -379,9 +374,6 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     assert "too few" not in capsys.readouterr().out
 
 
-# -------------------- texts to tokens
-
-
 @needs_data
 def test_the_tokenizers(monkeypatch):
     """There are two, whose tokens a uint16 holds. A million blanks are cut somewhere."""
@@ -398,12 +390,18 @@ def test_the_tokenizers(monkeypatch):
     monkeypatch.setattr(fineweb.tiktoken.Encoding, "n_vocab", 2**16 + 1)
     with pytest.raises(AssertionError, match="uint16"):
         fineweb.get_tokenizer.__wrapped__("bytes")
-    monkeypatch.setattr(fineweb.tiktoken, "get_encoding", Mock(side_effect=OSError))
-    with pytest.raises(fineweb.UserError, match="main/vocab") as error:
-        fineweb.get_tokenizer.__wrapped__("gpt2")
-    # Copies under these names are where tiktoken looks for them
-    names = os.listdir(os.environ["TIKTOKEN_CACHE_DIR"])
-    assert all(f" as {name} " in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize("script, folder", [(train_gpt2, ""), (fineweb, fineweb.GPT2_URL + "/")])
+def test_a_tokenizer_that_cannot_be_downloaded_is_named_with_its_files(script, folder, monkeypatch):
+    """By the names that tiktoken's cache gives them, and the variable that names their folder."""
+    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no network")))
+    with pytest.raises(script.UserError, match=r"TIKTOKEN_CACHE_DIR.*no network") as error:
+        script.get_tokenizer.__wrapped__("gpt2")
+    for name in ("vocab.bpe", "encoder.json"):
+        url = f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}"
+        sha1 = hashlib.sha1(url.encode()).hexdigest()
+        assert f" {folder}{name} as {sha1} " in str(error.value)
 
 
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
@@ -452,9 +450,6 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
         assert length_hint(unread) >= 31 - k
     with pytest.raises(fineweb.UserError, match=message):
         list(encoded)
-
-
-# -------------------- sources
 
 
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
@@ -512,8 +507,6 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     val, train = ({p for p in "\n\n".join(t).split("\n\n") if len(p) >= 60} for t in (val, train))
     assert len(val) > 100 and not val & train
 
-
-# -------------------- the command line
 
 GOOD = b'{"text": "a"}\n'
 WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import contents, inject, leaves, load, main, read_log, run, steps, write_shards
+from conftest import contents, hook, leaves, load, main, read_log, run, steps, write_shards
 
 import train_gpt2
 
 KILLS = int(os.environ.get("GPT2_TEST_KILLS", "8"))
+NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
 slow = pytest.mark.slow
 
 
@@ -40,9 +41,6 @@ def break_off(log_dir, copy, step: int) -> Path:
     return copy
 
 
-# ---- a checkpoint holds all that the next step depends on
-
-
 @pytest.mark.parametrize("recipe", [
     pytest.param("--optimizer adamw", marks=slow), pytest.param("--dtype float16", marks=slow),
     "--optimizer muon",  # Muon's and AdamW's state
@@ -61,7 +59,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe)
 
 
 def test_a_fork_with_dropout_and_values_of_its_own_is_resumed(tmp_path, shards, monkeypatch):
-    """Masks depend on the seed and the step; a group and log.txt keep what a fork puts into them."""
+    """Masks depend on seed and step, and a group and log.txt keep what a fork puts into them."""
     forward, configure = train_gpt2.MLP.forward, train_gpt2.GPT.configure_optimizers
 
     def dropped(self, x):
@@ -165,10 +163,16 @@ torch.save = save_half
 """
 
 
-def test_a_file_counts_once_it_has_its_name(tmp_path, shards):
-    """A run that is killed while it saves continues the checkpoint before."""
+def test_a_file_counts_once_it_has_its_name(tmp_path, shards, monkeypatch):
+    """A run that is killed while it saves continues the checkpoint before. Bytes reach the disk
+    before their name, or a crash of the machine could leave the name without the bytes."""
     flags = ["--data_dir", shards, "--max_steps", 6, "--save_every", 2, "--batch_size", 8]
+    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
+    for name, call in known.items():
+        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
+        monkeypatch.setattr(os, name, spy)
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    assert calls == [*known.values()] * 4  # log.txt, three checkpoints
     assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
     names = {"log.txt", "model_00002.pt", "unfinished.pt"}
     assert contents(tmp_path / "b").keys() == names
@@ -176,21 +180,11 @@ def test_a_file_counts_once_it_has_its_name(tmp_path, shards):
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_bytes_reach_the_disk_before_their_name(tmp_path, shards, monkeypatch):
-    """Or a crash of the machine could leave the name of a checkpoint without the bytes."""
-    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
-    for name, call in known.items():
-        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
-        monkeypatch.setattr(os, name, spy)
-    assert main("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 2) == 0
-    assert calls == [*known.values()] * 2  # log.txt, the checkpoint
-
-
 def test_a_deleted_checkpoint_gives_back_its_disk(tmp_path, shards):
     """A run that was resumed from it maps it no longer: neither weights nor moments are the file's."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--save_every", 2, "--keep", 1]
     assert main(*flags, "--max_steps", 2) == 0
-    patch = inject("print('mapped:', 'model_00002.pt' in open('/proc/self/maps').read())")
+    patch = hook("print('mapped:', 'model_00002.pt' in open('/proc/self/maps').read())")
     status, out, err = run(*flags, "--max_steps", 6, "--resume", patch=patch)
     assert status == 0 and steps(tmp_path) == [6], err
     assert "mapped: False" in out and "mapped: True" not in out
@@ -228,7 +222,7 @@ def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
     """Return a patch that sends a signal in the process `rank`, in this call of the model."""
     when = f"rank == {rank} and self.training is {training} and calls.count({training}) == {call}"
     kill = f"    os.kill(os.getpid(), signal.{name})\n"
-    return inject(f"if {when}:\n{times * kill}")
+    return hook(f"if {when}:\n{times * kill}")
 
 
 @pytest.mark.parametrize("name, processes, training, call", [
@@ -253,19 +247,13 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
     assert_same_run(a, b)
 
 
-def test_a_signal_in_the_last_update_changes_nothing(tmp_path, shards):
+@pytest.mark.parametrize("patch", [signal_in(4, "SIGTERM"), NOHUP + signal_in(2, "SIGHUP")])
+def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(tmp_path, shards, patch):
     """The run is complete: its last update is evaluated, sampled, saved, and the status is 0."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4, "--sample_every", 4]
-    status, out, _ = run(*flags, patch=signal_in(4, "SIGTERM"))
+    status, out, _ = run(*flags, patch=patch)
     assert status == 0 and "sample 0: " in out and "done: " in out
     assert steps(tmp_path) == [4] and list(read_log(tmp_path)["val"]) == [0, 4]
-
-
-def test_nohup_lets_the_run_go_on(tmp_path, shards):
-    """A signal that is ignored from the start stays so."""
-    patch = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + signal_in(2, "SIGHUP")
-    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4]
-    assert run(*flags, patch=patch)[0] == 0 and steps(tmp_path) == [4]
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
@@ -343,8 +331,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(tmp_path, s
     for damaged in (b"not a checkpoint", *(whole[:length] for length in lengths)):
         newest.write_bytes(damaged)
         before = contents(tmp_path / "b")
-        message = f"{newest} cannot be loaded"
-        assert refused(message, *flags, tmp_path / "b", "--resume"), len(damaged)
+        assert refused(f"{newest} cannot be loaded", *flags, tmp_path / "b", "--resume")
         assert contents(tmp_path / "b") == before
     newest.unlink()
     assert main(*flags, tmp_path / "b", "--resume") == 0

@@ -12,19 +12,18 @@ from argparse import Namespace
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, ROOT, break_losses, load, main, make_process, needs_data, read_log, steps
+from conftest import DATA, ROOT, SMALL, load, main, make_process, needs_data, read_log, state, steps
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 import fineweb
 import train_gpt2
-from train_gpt2 import GPT, GPTConfig, Muon, get_lr, parse
+from train_gpt2 import GPT, Muon, get_lr, parse
 
 # of a run of ten steps: seed 1337, data of write_shards, 2 layers, 2 heads, 32 channels, T=16
 GOLDEN = [5.555872, 5.223955, 4.872314, 4.361290, 3.934858]
 GOLDEN += [3.585283, 3.331900, 3.185685, 3.087472, 3.022887]
 NORM = 2.4313  # of the first gradient
-SMALL = GPTConfig(2, 2, 32, 16, 257, "bytes", 256)
 
 
 def train(log_dir, shards, flags: str) -> dict:
@@ -32,13 +31,6 @@ def train(log_dir, shards, flags: str) -> dict:
     where = ["--data_dir", shards, "--log_dir", log_dir, "--val_every", 0]
     assert main(*where, *flags.split()) == 0
     return read_log(log_dir)
-
-
-def assert_same_weights(a, b):
-    torch.testing.assert_close(a["model"], b["model"], atol=0, rtol=0)
-
-
-# ---- a run
 
 
 def test_ten_golden_losses(tmp_path, shards):
@@ -83,7 +75,7 @@ def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards
     on = train(tmp_path / "b", shards, f"--max_steps 6 {often}")
     assert on["train"] == off["train"] and on["norm"] == off["norm"]
     assert on["hella"] == dict.fromkeys((2, 4, 6), 0.75) and list(on["val"]) == list(range(7))
-    assert_same_weights(load(tmp_path / "a", 6), load(tmp_path / "b", 6))
+    assert state(tmp_path / "a", 6) == state(tmp_path / "b", 6)
     assert modes == {(True, True), (False, False)}, "dropout, say, in training alone"
 
 
@@ -104,17 +96,16 @@ def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypat
         counts[name] = backend.frame_count
         assert load(tmp_path / name, 4)["model"].keys() == GPT(SMALL).state_dict().keys()
     assert logs["on"]["train"] == logs["off"]["train"]
-    assert_same_weights(load(tmp_path / "on", 4), load(tmp_path / "off", 4))
+    assert state(tmp_path / "on", 4) == state(tmp_path / "off", 4)
     for stream in ("train", "val", "norm"):
         assert logs["on"][stream] == pytest.approx(logs["eager"][stream], abs=1e-4, rel=1e-3)
     assert counts == {"eager": 0, "on": 2, "off": 1}
 
 
-def test_the_console_shows_a_step_a_second_and_the_log_all_of_them(
-    tmp_path, shards, monkeypatch, capsys
-):
-    """The first and the last step too, and those whose update is skipped. A step takes 0.25 s here."""
-    break_losses(monkeypatch, lambda n, losses: losses * math.nan if n == 6 else losses)
+def test_the_console_shows_a_step_a_second(tmp_path, shards, monkeypatch, capsys, break_losses):
+    """log.txt has all of them. The console also shows the first and the last one, and those whose
+    update is skipped. A step takes 0.25 s here."""
+    break_losses(lambda n, losses: losses * math.nan if n == 6 else losses)
     clock = itertools.count(100, 0.25)  # is read once a step
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
     log = train(tmp_path, shards, "--max_steps 15")
@@ -182,13 +173,9 @@ def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
         streams.clear()
 
 
-# ---- the learning rate
-
-
 def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[float]:
-    args = parse(["--schedule", name], {"max_steps": max_steps, "warmup_steps": warmup_steps})
-    args.max_lr = 6e-4
-    args.final_lr_frac = final_lr_frac
+    given = {"max_steps": max_steps, "warmup_steps": warmup_steps, "max_lr": 6e-4}
+    args = parse(["--schedule", name], given | {"final_lr_frac": final_lr_frac})
     return [get_lr(step, args) for step in range(max_steps + 1)]
 
 
@@ -206,9 +193,6 @@ def test_a_schedule_warms_up_and_decays(name):
     middle |= {"linear": {325: 0.75, 550: 0.5}, "wsd": {820: 1, 821: 0.93, 865: 0.5}}
     for step, share in ({1000: last} | middle[name]).items():
         assert rates[step] == pytest.approx(6e-5 + 5.4e-4 * share, rel=0.01), (name, step)
-
-
-# ---- the optimizers
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -292,20 +276,14 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
     assert sum(moved).sqrt().item() == pytest.approx(grad_clip or NORM, rel=1e-3)
 
 
-# ---- updates that are skipped
-
-
-def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, monkeypatch):
+def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, break_losses):
     """These updates are skipped, and the norm is that of unscaled gradients."""
-    break_losses(monkeypatch, lambda n, losses: losses * (1e36 if n in (1, 2) else 1))
+    break_losses(lambda n, losses: losses * (1e36 if n in (1, 2) else 1))
     log = train(tmp_path / "log", shards, "--max_steps 5 --save_every 1 --keep 0 --dtype float16")
     assert log["norm"][0] == pytest.approx(NORM, rel=0.01) and not math.isfinite(log["norm"][1])
     scales = [load(tmp_path / "log", step)["scaler"]["scale"] for step in range(1, 6)]
     assert scales == [65536, 32768, 16384, 16384, 16384]
-    assert_same_weights(load(tmp_path / "log", 1), load(tmp_path / "log", 3))
-
-
-# ---- the cache of compiled graphs
+    assert state(tmp_path / "log", 1) == state(tmp_path / "log", 3)
 
 
 @pytest.mark.parametrize("old, new, dtype, is_same", [
@@ -317,13 +295,10 @@ def test_float16_halves_its_scale_where_gradients_overflow(tmp_path, shards, mon
 def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new, dtype, is_same):
     """PyTorch's key has neither the text of an operator nor, in 2.11, the dtype. Ours has both."""
     tags = []
-    for script, given in (
-        (train_gpt2.SCRIPT, "float32"),
-        (train_gpt2.SCRIPT.replace(old, new), dtype),
-    ):
-        monkeypatch.setattr(train_gpt2, "SCRIPT", script)
+    for given in ("float32", dtype):
         train_gpt2.setup_process(parse(["--device=cpu", "--dtype", given], {"val_every": 0}))
         tags.append(torch.compiler.config.cache_key_tag)
+        monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT.replace(old, new))
     assert (tags[0] == tags[1]) == is_same
 
 
@@ -335,17 +310,14 @@ def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new
 def test_an_edited_loss_counts_in_the_second_start(tmp_path, shards, old, new):
     """Twice the loss in the kernel, or twice the gradient in the backward pass. The first start of
     the unchanged script has filled the cache of compiled graphs, from which its second start takes."""
-    script = (ROOT / "train_gpt2.py").read_text()
+    script, logs = train_gpt2.SCRIPT, []
     flags = f"--quickstart --data_dir {shards} --max_steps 1 --val_every 0 --sample_every 0"
-    flags += (
-        f" --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir {tmp_path}/log"
-    )
-    logs = []
+    flags += " --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir log"
     for text in (script, script, script.replace(old, new)):
         (tmp_path / "train_gpt2.py").write_text(text)
-        env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "train_gpt2.py", *flags.split()]
-        subprocess.run(command, check=True, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)})
+        subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | env)
         logs.append(read_log(tmp_path / "log"))
     assert logs[0] == logs[1]
     changed = [logs[2][stream][0] / logs[0][stream][0] for stream in ("train", "norm")]
