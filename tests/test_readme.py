@@ -69,7 +69,7 @@ def test_each_flag_exists():
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"  # of Slurm, and of a change
+    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu only seeds"
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) <= known | {*others.split()}
 
 
