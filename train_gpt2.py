@@ -260,7 +260,7 @@ class GPT(nn.Module):
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
-            settings["betas"] = (0.9, 0.98)  # single rows of a table have noisy gradients
+            settings["betas"] = (0.9, 0.98)  # 50 gradients, which ends lower beside Muon
             adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g["params"]], **settings)
             groups = [{"params": hidden}]
             # Projections write into one stream, where updates and rounding errors add up
@@ -631,6 +631,7 @@ def evaluate(model, step, loader, examples, log, process):
     if is_due(step, args.sample_every, args) and not is_new:
         print_samples(model, args, process)
     model.train()
+    log.begin = time.perf_counter()  # the next step begins only now
 
 
 # ---- the log, and how much of the GPU's peak speed is used --------------------------------------
@@ -1004,7 +1005,6 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
                 save_checkpoint(state, train_loader.lengths, args, process)
             if not must_stop or step == args.max_steps:
                 evaluate(state.model, step, val_loader, examples, log, process)
-            log.begin = time.perf_counter()  # the next step begins only now
         if must_stop or step == args.max_steps:
             break
 
@@ -1384,8 +1384,8 @@ def make_orthogonal(matrices: list):
     """Overwrite matrices of one shape by their orthogonalized versions, scaled to be updates."""
     first = matrices[0]
     # bfloat16 is exact enough. A CPU and a GPU without it compute faster in float32
-    is_fast = first.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
-    dtype = torch.bfloat16 if is_fast else torch.float32
+    has_bfloat16 = first.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+    dtype = torch.bfloat16 if has_bfloat16 else torch.float32
     stack = first.new_empty(len(matrices), *first.shape, dtype=dtype)
     torch._foreach_copy_(stack.unbind(), matrices)
     if dist.is_initialized():  # every process computes a share of them

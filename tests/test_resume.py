@@ -273,9 +273,10 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     before = read_log(tmp_path / "log")
     assert list(before["train"]) == [0, 1] and list(before["val"]) == [0, 2]
     (tmp_path / "log/model_00009_copy.pt").touch()  # a user's own file is no checkpoint
-    capsys.readouterr()
+    assert "log has no checkpoint: a new run begins" in capsys.readouterr().out
     assert main(*flags) == 0
-    assert "step     2/2 | val loss" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step     2/2 | val loss" in out and "a new run begins" not in out
     assert read_log(tmp_path / "log") == before and steps(tmp_path / "log") == [2]
 
 
