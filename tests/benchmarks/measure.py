@@ -514,7 +514,7 @@ def measure_quickstart(args) -> None:
 
 
 def measure_runs(args) -> None:
-    """Take the last losses, the HellaSwag score and the time of a step from logs of runs, which were
+    """Take the last losses, the HellaSwag score and the time of steps from logs of runs, which were
     made by the commit, the command and the machine that the options name."""
     results = Results(args)
     options = ("commit", "machine", "date", "torch", "command")
@@ -525,12 +525,12 @@ def measure_runs(args) -> None:
             step, stream, value = line.split()
             log.setdefault(stream, {})[int(step)] = float(value)
         name = path.name.removesuffix(".log.txt").replace("log.txt", path.parent.name)
-        case = {"run": name, "steps": max(log["val"])}
-        case["tokens"] = int(case["steps"] * log["total_batch_size"][0])
+        case = {"run": name, "steps": max(log["val"]), "batch": int(log["total_batch_size"][0])}
         results.add(case, list(log["val"].values())[-1], "nats per token", **made)
         if "hella" in log:
             results.add(case, list(log["hella"].values())[-1], "acc_norm", **made)
         results.add(case, round(statistics.median(log["dt"].values()), 1), "ms", **made)
+        results.add(case, round(sum(log["dt"].values()) / 60_000, 2), "minutes", **made)
 
 
 # ---- the command line ---------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a test imports this file as a module
 from ideas import ENTRIES, GPT2, IDEAS, count_changes  # noqa: E402, F401
-from mechanisms import ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
+from mechanisms import MUON, ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
 
 ROOT = HERE.parents[1]
 PAGES = [ROOT / "README.md", HERE / "README.md", HERE / "runs" / "README.md"]
@@ -83,11 +83,14 @@ def speed_row(file: str, case: dict) -> list:
 
 def table_speed() -> list:
     """train_gpt2.py on one GPU."""
-    table = [["model", "B", "tokens a step", "tokens a second", "ms a step", "GiB", "measured"]]
-    rows = load("speed", unit="ms", script="train_gpt2.py", flags="")
+    heading = ["model", "flags", "B", "tokens a step", "tokens a second", "ms a step"]
+    table = [[*heading, "GiB", "measured"]]
+    rows = [row for flags in ("", MUON) for row in load("speed", unit="ms", flags=flags)]
+    rows = [row for row in rows if row["case"]["script"] == "train_gpt2.py"]
     for case in unique(rows, "model", "B", "tokens", "script", "flags"):
         row = speed_row("speed", case)
-        table.append([case["model"], case["B"], f"{case['tokens']:,}", *row])
+        flags = f"`{case['flags']}`" if case["flags"] else ""
+        table.append([case["model"], flags, case["B"], f"{case['tokens']:,}", *row])
     return table
 
 
@@ -205,44 +208,36 @@ def table_quickstart() -> list:
 
 def table_runs() -> list:
     """Finished runs of GPT-2 124M."""
-    table = [
-        [
-            "run",
-            "steps",
-            "tokens",
-            "validation loss",
-            "HellaSwag, acc_norm",
-            "ms a step",
-            "measured",
-        ]
-    ]
-    for case in unique(load("runs"), "run", "steps", "tokens"):
-        loss = values("runs", unit="nats per token", **case)
+    heading = ["run", "steps", "tokens a step", "tokens", "minutes of steps", "ms a step"]
+    table = [[*heading, "validation loss", "HellaSwag, acc_norm", "measured"]]
+    for case in unique(load("runs"), "run", "steps", "batch"):
+        tokens = case["steps"] * case["batch"] / 1e6
+        cells = [case["run"], f"{case['steps']:,}", f"{case['batch']:,}", f"{tokens:.0f}M"]
+        cells.append(median(values("runs", unit="minutes", **case), "{:.1f}"))
+        cells.append(median(values("runs", unit="ms", **case), "{:.0f}"))
+        cells.append(f"{values('runs', unit='nats per token', **case)[-1]:.4f}")
         hella = values("runs", unit="acc_norm", **case)
         error = [f"{p:.4f} ± {(p * (1 - p) / 10042) ** 0.5:.4f}" for p in hella]
-        cells = [
-            case["run"],
-            f"{case['steps']:,}",
-            f"{case['tokens'] / 1e6:.0f}M",
-            f"{loss[-1]:.4f}",
-        ]
-        cells += [error[-1] if error else "-", median(values("runs", unit="ms", **case), "{:.0f}")]
+        cells.append(error[-1] if error else "-")
         table.append([*cells, source(load("runs", **case))])
     return table
 
 
 def table_recipes() -> list:
-    """The README's rows."""
+    """The README's rows: those of table_runs that have a name here."""
     names = {
         "adamw": "AdamW with GPT-3's settings",
         "adamw_tuned": "AdamW, tuned",
         "muon": "Muon",
+        "adamw_small": "AdamW, tuned, small steps",
+        "muon_small": "**Muon, small steps**",
     }
-    names["muon_500"] = "Muon, half of the steps"
-    table = [["recipe", "steps", "validation loss"]]
+    table = [["recipe", "steps", "tokens a step", "minutes", "validation loss"]]
     for run, name in names.items():
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
-        table.append([name, f"{row['case']['steps']:,}", f"{row['value']:.4f}"])
+        minutes = median(values("runs", run=run, unit="minutes"), "{:.1f}")
+        size = [f"{row['case'][key]:,}" for key in ("steps", "batch")]
+        table.append([name, *size, minutes, f"{row['value']:.4f}"])
     return table
 
 
