@@ -136,7 +136,7 @@ def table_memory() -> list:
 
 def table_price() -> list:
     """What is lost without each mechanism."""
-    table = [["without", "its lines", "ms a step", "tokens a second", "GiB", "nats"]]
+    table = [["without", "its lines", "change in ms a step", "in tokens a second", "in GiB", "in loss"]]
     for mechanism in ROWS:
         ms = values("price", without=mechanism.name, unit="ms")  # [with, without] each
         peak = values("price", without=mechanism.name, unit="GiB")
@@ -160,7 +160,7 @@ def spread(numbers: list, form: str) -> str:
 def table_scaling() -> list:
     """Several GPUs beside one of the same machine."""
     table = [
-        ["GPUs", "flags", "tokens a step", "ms a step", "tokens a second", "of linear", "measured"]
+        ["GPUs", "flags", "tokens a step", "ms a step", "tokens a second", "share of linear speed", "measured"]
     ]
     for machine in dict.fromkeys(row["machine"] for row in load("scaling")):
         rows = [row for row in load("scaling") if row["machine"] == machine]
