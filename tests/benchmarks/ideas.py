@@ -1,13 +1,13 @@
 """Changes to GPT-2 that later models have, each as the smallest edits of train_gpt2.py.
 
 `measure.py ideas` trains each of them beside the unchanged script, and test_ideas.py checks that it
-resumes exactly. To try one yourself, replace its old texts in train_gpt2.py by its new ones.
+resumes exactly. To try one by hand, replace its old texts in a copy of train_gpt2.py by its new ones.
 """
 
 import difflib
 from typing import NamedTuple
 
-from mechanisms import SCRIPT, change
+from mechanisms import SCRIPT
 
 
 class Idea(NamedTuple):
@@ -266,14 +266,14 @@ COMBINED = [
     "grouped queries",
 ]
 ALL = [edit for idea in IDEAS if idea.name in COMBINED for edit in idea.edits]
-ENTRIES = [*IDEAS, Idea("combined", " + ".join(COMBINED), ALL)]  # add an idea of your own here
+ENTRIES = [*IDEAS, Idea("combined", " + ".join(COMBINED), ALL)]
 
 
-def count_changes(idea: Idea) -> tuple[int, int]:
-    """Return how many lines of the script an idea changes, adds or deletes, blank ones left out, and
-    in how many places, which are the hunks of `diff -u`."""
+def count_changes(script: str) -> tuple[int, int]:
+    """Return how many lines a changed script changes, adds or deletes, blank ones left out, and in
+    how many places, which are the hunks of `diff -u`."""
     before = SCRIPT.splitlines()
-    after = change(SCRIPT, idea.edits).splitlines()
+    after = script.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     hunks = list(matcher.get_grouped_opcodes(3))  # with 3 lines around each change
     lines = 0

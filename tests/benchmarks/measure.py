@@ -7,7 +7,7 @@ tables.py makes the tables of README.md and of the pages in this folder.
     python tests/benchmarks/measure.py memory             the largest batches in 16, 24, 40 and 80 GiB
     python tests/benchmarks/measure.py price              what each mechanism buys: 75 minutes on 2 cores
     python tests/benchmarks/measure.py scaling            several GPUs beside one
-    python tests/benchmarks/measure.py ideas --data edu_small  changes to GPT-2 beside it: 4 minutes each
+    python tests/benchmarks/measure.py ideas --data edu_small  changes to GPT-2 beside it: 5 minutes a run
     python tests/benchmarks/measure.py tokenize docs.jsonl     fineweb.py beside tiktoken alone
     python tests/benchmarks/measure.py quickstart         five times: 10 minutes of 2 cores
     python tests/benchmarks/measure.py runs log/*/log.txt      of finished runs, from their logs
@@ -34,12 +34,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from functools import lru_cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import tiktoken
 import torch
-from ideas import ENTRIES, GPT2, Idea, count_changes
+from ideas import ENTRIES, GPT2, count_changes
 from mechanisms import ROWS, change
 
 HERE = Path(__file__).resolve().parent
@@ -73,9 +74,9 @@ class Results:
     """The file to which a subcommand adds its rows."""
 
     def __init__(self, args, script="train_gpt2.py"):
-        folder = Path(args.results)
-        folder.mkdir(exist_ok=True)
-        self.file = open(folder / f"{args.what}.jsonl", "a")  # noqa: SIM115
+        self.path = Path(args.results, f"{args.what}.jsonl")
+        self.path.parent.mkdir(exist_ok=True)
+        self.file = open(self.path, "a")  # noqa: SIM115
         self.always = {"date": str(date.today()), "machine": describe_machine()}
         self.always |= {"torch": torch.__version__, "commit": find_commit(ROOT / script)}
         self.always |= {"command": " ".join(["measure.py", *sys.argv[1:]])}
@@ -86,6 +87,12 @@ class Results:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
         print(*case.values(), value, unit, flush=True)
+
+    def earlier(self, unit: str, **case) -> list[dict]:
+        """Return the rows of this script and machine that are there, in this unit and for this case."""
+        rows = map(json.loads, self.path.read_text().splitlines())
+        same = {"unit": unit} | {key: self.always[key] for key in ("commit", "machine")}
+        return [r for r in rows if same.items() <= r.items() and case.items() <= r["case"].items()]
 
 
 # ---- a run --------------------------------------------------------------------------------------
@@ -287,7 +294,7 @@ def measure_price(args) -> None:
         started = []  # (name, seed, run with, run without)
         with ThreadPoolExecutor(1) as gpu, ThreadPoolExecutor(args.jobs) as cpu:
             for row in ROWS:
-                if not any(text in row.name for text in args.only):
+                if not any(text in row.name for text in args.only or [""]):
                     continue
                 flags = []
                 if row.measures != "loss" and torch.cuda.is_available():
@@ -343,12 +350,38 @@ def measure_scaling(args) -> None:
 # ---- ideas --------------------------------------------------------------------------------------
 
 
+# Student's t: within so many standard errors of 0, for n - 1 = 1 to 5, a mean of n differences is
+# in 19 of 20 cases if there is nothing but chance
+T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
+
+
+def judge(name: str, differences: list[float]) -> str:
+    """Return a sentence on the mean of an idea's differences to GPT-2, seed by seed."""
+    n = len(differences)
+    found = f"{name}: {statistics.mean(differences):+.4f} nats per token beside {GPT2.name}"
+    if n == 1:
+        return f"{found} with one seed, which may be chance"
+    chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
+    return f"{found} ({n} seeds; chance explains up to {chance:.4f})"
+
+
 def measure_ideas(args) -> None:
-    """Train each idea of ideas.py, and the unchanged script, for 131M tokens of real data with the
-    same seeds. Every GPU trains one of them at a time."""
+    """Train ideas of ideas.py, or changed copies of the script (--beside), and the unchanged script,
+    for 131M tokens of real data with the same seeds. Every GPU trains one of them at a time."""
     results = Results(args)
-    script = scripts_of(args)["train_gpt2.py"]
-    ideas = [idea for idea in ENTRIES if any(text in idea.name for text in args.only)]
+    script = (ROOT / "train_gpt2.py").read_text()
+    only = args.only or ([] if args.beside else [""])
+    variants = {}  # {name: (source, script)}
+    for idea in ENTRIES:
+        if any(text.lower() in idea.name.lower() for text in only):
+            variants[idea.name] = (idea.source, change(script, idea.edits))
+    for path in args.beside:
+        variants[path.stem] = (path.name, path.read_text())
+    assert variants, f"--only {only}: no idea has such a name"
+    for name, (_, text) in variants.items():
+        compile(text, name, "exec")  # a mistake is seen before hours of training
+    if args.base:
+        variants[GPT2.name] = (GPT2.source, script)
     flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000 --batch_size 64"
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]  # "": a CPU
@@ -358,37 +391,41 @@ def measure_ideas(args) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
         runs = Runs(folder)
 
-        def train(idea: Idea, seed: int) -> dict:
+        def train(name: str, seed: int) -> dict:
             gpu = idle.get()
+            print(f"{name}, seed {seed}: begins", flush=True)
             try:
-                return runs.run(change(script, idea.edits), f"{flags} --seed {seed}", gpus=gpu)
+                return runs.run(variants[name][1], f"{flags} --seed {seed}", gpus=gpu)
             finally:
                 idle.put(gpu)
 
-        started = {}
-        for seed in args.seeds:
-            for idea in [GPT2] * args.base + ideas:
-                started[pool.submit(train, idea, seed)] = (idea, seed)
-        failed = []  # they must not cost the others their rows
-        losses = {}
+        started = {pool.submit(train, *key): key for key in product(variants, args.seeds)}
+        losses = {  # those of an earlier call, for --no-base
+            (GPT2.name, row["case"]["seed"]): row["value"]
+            for row in results.earlier("nats per token", idea=GPT2.name, flags=args.flags)
+        }
+        failed = 0  # these runs must not cost the others their rows
         for run in as_completed(started):
-            idea, seed = started[run]
+            name, seed = started[run]
             if run.exception() or not run.result():
-                failed.append(f"{idea.name}: {run.exception() or 'the memory is too small'}")
+                failed += 1
+                print(f"{name}, seed {seed}: {run.exception() or 'the memory is too small'}")
                 continue
-            lines, places = count_changes(idea)
-            case = {"idea": idea.name, "source": idea.source, "seed": seed, "flags": args.flags}
+            source, text = variants[name]
+            lines, places = count_changes(text)
+            case = {"idea": name, "source": source, "seed": seed, "flags": args.flags}
             case |= {"lines": lines, "places": places}
             log = run.result()
-            losses[idea.name, seed] = log["val"][-1]
+            losses[name, seed] = log["val"][-1]
             results.add(case, log["val"][-1], "nats per token")
             results.add(case, median_ms(log), "ms")
             results.add(case, log["parameters"], "parameters")
-    for (name, seed), loss in losses.items():
-        if name != GPT2.name and (GPT2.name, seed) in losses:
-            difference = loss - losses[GPT2.name, seed]
-            print(f"{name}, seed {seed}: {difference:+.4f} nats per token beside {GPT2.name}")
-    assert not failed, "\n".join(failed)
+    for name in variants.keys() - {GPT2.name}:
+        pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]
+        pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
+        if pairs:
+            print(judge(name, [losses[own] - losses[base] for own, base in pairs]))
+    assert not failed, f"{failed} runs failed: see above"
 
 
 # ---- fineweb.py ---------------------------------------------------------------------------------
@@ -558,7 +595,7 @@ def main() -> None:
             add("--tokens", type=int, nargs="*", default=[2**16, 2**19], help="per step")
             add("--seconds", type=int, default=8, help="that the steps of a run take, about")
         if name in ("price", "ideas"):
-            add("--only", nargs="*", default=[""], help="rows whose names contain one of these")
+            add("--only", nargs="*", help="rows whose names contain one of these (default: all)")
         if name == "ideas":
             add("--data", required=True, help="folder of shards, such as fineweb.py makes")
             add("--seeds", type=int, nargs="*", default=[1337, 2])

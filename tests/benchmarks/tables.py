@@ -136,7 +136,9 @@ def table_memory() -> list:
 
 def table_price() -> list:
     """What is lost without each mechanism."""
-    table = [["without", "its lines", "change in ms a step", "in tokens a second", "in GiB", "in loss"]]
+    table = [
+        ["without", "its lines", "change in ms a step", "in tokens a second", "in GiB", "in loss"]
+    ]
     for mechanism in ROWS:
         ms = values("price", without=mechanism.name, unit="ms")  # [with, without] each
         peak = values("price", without=mechanism.name, unit="GiB")
@@ -160,7 +162,15 @@ def spread(numbers: list, form: str) -> str:
 def table_scaling() -> list:
     """Several GPUs beside one of the same machine."""
     table = [
-        ["GPUs", "flags", "tokens a step", "ms a step", "tokens a second", "share of linear speed", "measured"]
+        [
+            "GPUs",
+            "flags",
+            "tokens a step",
+            "ms a step",
+            "tokens a second",
+            "share of linear speed",
+            "measured",
+        ]
     ]
     for machine in dict.fromkeys(row["machine"] for row in load("scaling")):
         rows = [row for row in load("scaling") if row["machine"] == machine]
@@ -249,11 +259,11 @@ def table_ideas() -> list:
     if not (HERE / "results/ideas.jsonl").exists():
         return table
     losses = load("ideas", unit="nats per token", flags="")
-    found = {}  # {name: the newest losses of the idea}
+    found = {}  # {name: the newest losses of the idea, one for each seed}
     for idea in [GPT2, *ENTRIES]:  # other ideas combined have another source
         case = {"idea": idea.name, "source": idea.source, "flags": ""}
         if rows := newest(load("ideas", unit="nats per token", **case)):
-            found[idea.name] = rows
+            found[idea.name] = list({row["case"]["seed"]: row for row in rows}.values())
     differences = {name: compare(rows, losses) for name, rows in found.items() if name != GPT2.name}
     squares = freedom = 0
     for each in differences.values():

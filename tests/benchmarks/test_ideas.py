@@ -9,18 +9,25 @@ from conftest import FLAGS, read_log
 from test_resume import assert_same_run, break_off
 
 import train_gpt2
-from tests.benchmarks import tables
+from tests.benchmarks import measure, tables
 
 
 def test_each_idea_is_short():
     """None takes more than 12 lines in 3 places, and all fit together, except that the MLP can be
     replaced only once. `change` requires that each old text occurs once."""
     for idea in tables.IDEAS:
-        lines, places = tables.count_changes(idea)
+        lines, places = tables.count_changes(tables.change(tables.SCRIPT, idea.edits))
         assert 0 < lines <= 12 and places <= 3, (idea.name, lines, places)
     for left_out in ("ReLU squared", "SwiGLU"):
         edits = [edit for idea in tables.IDEAS if idea.name != left_out for edit in idea.edits]
         compile(tables.change(tables.SCRIPT, edits), left_out, "exec")
+
+
+def test_a_difference_is_judged_by_how_much_its_seeds_differ():
+    """Three differences of 0.01, 0.02 and 0.03 have a standard error of 0.0058, and t is 4.3."""
+    sentence = measure.judge("mine", [0.01, 0.02, 0.03])
+    assert "+0.0200" in sentence and "up to 0.0248" in sentence
+    assert "may be chance" in measure.judge("mine", [0.01])
 
 
 def run(script, *flags) -> int:
