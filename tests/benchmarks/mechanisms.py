@@ -140,7 +140,7 @@ ROWS = [
         measures="loss",
     ),
     Row(
-        "a share of the rate for projections, vectors",
+        "a share of the rate for projections",
         [
             ('elif name.endswith("c_proj', "projections.append"),
             ("# Projections write", '"lr_share": 1 /'),
