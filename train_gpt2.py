@@ -805,7 +805,7 @@ def load_checkpoint(path: Path) -> dict:
     # With the same weights, other code may compute something else
     theirs = read_section(saved.get("script", SCRIPT), "the model")
     if theirs != read_section(SCRIPT, "the model"):
-        print0(f"warning: the script that trained {path} had another model section than this one")
+        print0(f"warning: {path} is of a script with another model section: use that script")
     return saved
 
 
@@ -988,9 +988,9 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
     if train_loader:
         n = sum(p.numel() for p in state.model.parameters())
         print0(f"{args.model}, {n:,} parameters, on {process.world_size} x {process.device_name}")
-        total = args.max_steps * args.total_batch_size / 1e6
+        total = args.max_steps * args.total_batch_size
         epochs = get_windows(args.max_steps - 1, args).stop / train_loader.windows
-        plan = f"{args.max_steps} steps of {args.total_batch_size:,} tokens, {total:,.1f}M in all"
+        plan = f"{args.max_steps} steps of {args.total_batch_size:,} tokens, {total:,} in all"
         print0(f"{plan}, {epochs:.2f} epochs, {process.dtype}, B {train_loader.B}")
         catch_signals(signals)
 

@@ -162,7 +162,7 @@ def test_a_resumed_run_keeps_its_tokens_a_step(tmp_path, shards, capsys):
     for more in ("--max_steps 1", "--max_steps 2 --resume"):
         with pytest.raises(SystemExit, match="0"):
             train_gpt2.main(f"{flags} {more}".split())
-    assert "1 steps of 32,768 tokens, 0.0M in all, " in capsys.readouterr().out
+    assert "1 steps of 32,768 tokens, 32,768 in all, " in capsys.readouterr().out
     assert load(tmp_path, 2)["args"]["total_batch_size"] == 2**15
     args, _ = decide({"log_dir": tmp_path, "resume": True, "max_steps": 4000})
     assert args.total_batch_size == 2**15

@@ -30,6 +30,7 @@ RUNS = {
     "train_gpt2.py --sample --init_from log": "",
     "train_gpt2.py --init_from log --max_steps 0": "",
     "train_gpt2.py --init_from log --export_hf folder": "",
+    "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
 }
 FINE_TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
 NOT_RUN = {"fineweb.py", "fineweb.py --name sample-100BT --out big --part 3/128"}  # downloads
@@ -121,6 +122,8 @@ def call(main, argv: list[str]):
 def test_each_command_does_its_work(tmp_path, monkeypatch):
     """No command fails although its flags are all known."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("mine.py").write_text(Path(train_gpt2.__file__).read_text())
     write_shards(tmp_path / "edu_fineweb10B")  # instead of the 20 GB
     Path("texts").mkdir()
     Path("texts/1.txt").write_text("A text of many words. " * 500)

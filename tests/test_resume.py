@@ -212,7 +212,7 @@ def test_a_script_with_another_model_says_so(tmp_path, shards, old, new, is_othe
     assert run(*flags, "--max_steps", 2, patch=patch)[0] == 0
     assert new in load(tmp_path, 2)["script"]
     status, out, _ = run(*flags, "--max_steps", 4, "--resume")
-    assert status == 0 and out.count("had another model section than this one") == is_other
+    assert status == 0 and out.count("of a script with another model section") == is_other
 
 
 # ---- asked to stop
