@@ -382,7 +382,7 @@ def measure_ideas(args) -> None:
         compile(text, name, "exec")  # a mistake is seen before hours of training
     if args.base:
         variants[GPT2.name] = (GPT2.source, script)
-    flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000 --batch_size 64"
+    flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]  # "": a CPU
     idle = queue.SimpleQueue()
@@ -391,7 +391,7 @@ def measure_ideas(args) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
         runs = Runs(folder)
 
-        def train(name: str, seed: int) -> dict:
+        def train(seed: int, name: str) -> dict:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins", flush=True)
             try:
@@ -399,14 +399,15 @@ def measure_ideas(args) -> None:
             finally:
                 idle.put(gpu)
 
-        started = {pool.submit(train, *key): key for key in product(variants, args.seeds)}
+        # Seed by seed, so that only the first run of each idea has to be compiled
+        started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
         losses = {  # those of an earlier call, for --no-base
             (GPT2.name, row["case"]["seed"]): row["value"]
             for row in results.earlier("nats per token", idea=GPT2.name, flags=args.flags)
         }
         failed = 0  # these runs must not cost the others their rows
         for run in as_completed(started):
-            name, seed = started[run]
+            seed, name = started[run]
             if run.exception() or not run.result():
                 failed += 1
                 print(f"{name}, seed {seed}: {run.exception() or 'the memory is too small'}")
@@ -420,7 +421,8 @@ def measure_ideas(args) -> None:
             results.add(case, log["val"][-1], "nats per token")
             results.add(case, median_ms(log), "ms")
             results.add(case, log["parameters"], "parameters")
-    for name in variants.keys() - {GPT2.name}:
+    variants.pop(GPT2.name, None)
+    for name in variants:
         pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]
         pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
         if pairs:
