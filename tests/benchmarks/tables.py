@@ -103,7 +103,7 @@ def table_peers() -> list:
     found.sort(key=lambda row: -int(row[1][0].split()[0].replace(",", "")))
     machines = {row[3].split(", ")[1] for _, row in found}
     assert len(machines) == 1, f"programs on different machines do not compare: {machines}"
-    heading = f"GPT-2 124M on one {machines.pop()}, B 64, 524,288 tokens a step"
+    heading = f"GPT-2 124M on one {machines.pop()}, 64 sequences at a time, 524,288 tokens a step"
     table = [[heading, "tokens a second"]]
     return table + [[name, row[0]] for name, row in found]
 
