@@ -251,17 +251,25 @@ def table_recipes() -> list:
     return table
 
 
-def table_ideas() -> list:
+LAPTOP = "--quickstart --max_steps 1250"
+
+
+def table_ideas_quickstart() -> list:
+    """The same for the quickstart's model."""
+    return table_ideas(LAPTOP)
+
+
+def table_ideas(flags="") -> list:
     """Changes to GPT-2, and their losses less that of GPT-2 with the same seed: the mean over seeds,
     and its standard deviation. That of a single difference is estimated from all ideas together."""
     heading = ["idea", "lines changed, places", "parameters", "ms a step", "validation loss"]
     table = [[*heading, "difference to GPT-2 in nats"]]
     if not (HERE / "results/ideas.jsonl").exists():
         return table
-    losses = load("ideas", unit="nats per token", flags="")
+    losses = load("ideas", unit="nats per token", flags=flags)
     found = {}  # {name: the newest losses of the idea, one for each seed}
     for idea in [GPT2, *ENTRIES]:  # other ideas combined have another source
-        case = {"idea": idea.name, "source": idea.source, "flags": ""}
+        case = {"idea": idea.name, "source": idea.source, "flags": flags}
         if rows := newest(load("ideas", unit="nats per token", **case)):
             found[idea.name] = list({row["case"]["seed"]: row for row in rows}.values())
     differences = {name: compare(rows, losses) for name, rows in found.items() if name != GPT2.name}
