@@ -259,15 +259,15 @@ def test_parts_in_any_order_hold_every_file_of_a_commit_once(tmp_path, monkeypat
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answer what fineweb.py asks the Hugging Face hub. A subclass has files, {name: content}."""
+    """Answer what fineweb.py asks the hub, with files {name: content} and events {read: event}."""
 
     reads = count(1)
 
     def do_GET(self):
         path, _, name = self.path.partition("?")[0].rpartition("/")
-        content, number = self.files.get(name, b""), None
+        content, event = self.files.get(name, b""), None
         if span := self.headers["Range"]:
-            number = next(self.reads)
+            event = self.events.get(next(self.reads))
             first, last = map(int, span.removeprefix("bytes=").split("-"))
             content = content[first : last + 1]
         elif "/tree" in path:
@@ -277,14 +277,14 @@ class Hub(BaseHTTPRequestHandler):
         elif "/resolve/" not in path:
             content = b'{"id": "me/docs", "sha": "%s", "siblings": [], "tags": []}' % (b"a" * 40)
         status = 200 if content else 404
-        self.send_response(429 if number == 45 else status)  # 429: too many requests
+        self.send_response(429 if event == "busy" else status)  # 429: too many requests
         headers = {"X-Repo-Commit": "a" * 40, "X-Error-Code": "EntryNotFound"}  # if it is an error
         for header in (headers | {"Content-Length": str(len(content))}).items():
             self.send_header(*header)
         self.end_headers()
-        if number in (7, 40):
+        if event == "cut":
             content = content[:-1]  # and then the connection ends
-        elif number in (25, 35):
+        elif event == "stop":
             self.stop()
         self.wfile.write(content * (self.command == "GET"))
 
@@ -296,10 +296,8 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     """The shards are those of the same files on the disk. A worker requests a whole row group."""
 
     def stop(_) -> None:
-        if status == -signal.SIGINT:
-            os.killpg(process.pid, signal.SIGINT)  # all processes hear a Ctrl-C
-        else:
-            process.kill()
+        kill = os.killpg if status == -signal.SIGINT else os.kill  # all hear a Ctrl-C
+        kill(process.pid, -status)
 
     for k in range(3):
         write_parquet(tmp_path / f"{k}.parquet", random_texts(200, 500, seed=k), rows=20)
@@ -313,7 +311,10 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     command += [*map(str, OPTIONS), "--workers", "2", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     errors = ""
-    for status in (-signal.SIGKILL, -signal.SIGINT, 0):
+    ends = {-signal.SIGKILL: {7: "cut", 25: "stop"}, -signal.SIGINT: {9: "stop"}}
+    for status, events in (ends | {0: {4: "cut", 9: "busy"}}).items():
+        begin = next(hub.reads)  # a killed process's workers have read on for a while
+        hub.events = {begin + number: event for number, event in events.items()}
         process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         lines, error = process.communicate(timeout=60)  # ends when all processes have ended
         errors += error

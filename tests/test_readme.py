@@ -66,8 +66,7 @@ def test_each_command_is_run_by_a_test_or_marked():
 
 def test_each_flag_exists():
     """No flag in the README was renamed or removed."""
-    paths = [*ROOT.glob("*.py"), ROOT / "tests/benchmarks/measure.py"]
-    sources = "".join(path.read_text() for path in paths)
+    sources = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*/m*.py")])
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
