@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 LABELS = {
     "adamw": "AdamW, GPT-3's settings, 524,288",
     "adamw_tuned": "AdamW, tuned, 524,288",
-    "muon": "Muon, 524,288",
+    "adamw_long": "AdamW, tuned, 131,072",
     "adamw_small": "AdamW, tuned, 65,536",
     "muon_small": "Muon, 65,536",
 }
@@ -42,9 +42,9 @@ def draw(logs: list[Path], png: str) -> None:
         style = {"linewidth": 3 if name == "muon_small" else 1.5, "marker": "o", "markevery": [-1]}
         (curve,) = panel.plot(minutes, losses, label=LABELS.get(name, name), **style)
         place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        panel.annotate(
-            f"{losses[-1]:.4f}", (minutes[-1], losses[-1]), **place, color=curve.get_color()
-        )
+        place |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+        end = (minutes[-1], losses[-1])
+        panel.annotate(f"{losses[-1]:.4f}", end, **place, color=curve.get_color())
     panel.legend(loc="upper right", frameon=False, title="optimizer, tokens in a step")
     panel.set(xscale="log", xlim=(0.5, 50), ylim=(3.3, 5.5))
     ticks = [1, 2, 4, 8, 16]

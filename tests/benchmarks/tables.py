@@ -238,16 +238,17 @@ def table_recipes() -> list:
     names = {
         "adamw": "AdamW with GPT-3's settings",
         "adamw_tuned": "AdamW, tuned",
-        "muon": "Muon",
+        "adamw_long": "AdamW, tuned, small steps",
         "adamw_small": "AdamW, tuned, small steps",
         "muon_small": "**Muon, small steps**",
     }
-    table = [["recipe", "steps", "tokens a step", "minutes", "validation loss"]]
+    table = [["recipe", "tokens a step", "tokens", "minutes", "validation loss"]]
     for run, name in names.items():
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
+        batch = row["case"]["batch"]
         minutes = median(values("runs", run=run, unit="minutes"), "{:.1f}")
-        size = [f"{row['case'][key]:,}" for key in ("steps", "batch")]
-        table.append([name, *size, minutes, f"{row['value']:.4f}"])
+        tokens = f"{row['case']['steps'] * batch / 1e6:.0f}M"
+        table.append([name, f"{batch:,}", tokens, minutes, f"{row['value']:.4f}"])
     return table
 
 
