@@ -31,7 +31,7 @@ def read_log(path: Path) -> dict[str, dict[int, float]]:
 
 def draw(logs: list[Path], png: str) -> None:
     """Draw a curve for each log, with its last value at its end."""
-    figure, panel = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, panel = plt.subplots(figsize=(9, 4), layout="constrained")
     for log in logs:
         name = log.name.removesuffix(".log.txt").replace("log.txt", log.parent.name)
         streams = read_log(log)
@@ -45,12 +45,12 @@ def draw(logs: list[Path], png: str) -> None:
         place |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
         end = (minutes[-1], losses[-1])
         panel.annotate(f"{losses[-1]:.4f}", end, **place, color=curve.get_color())
-    panel.legend(loc="upper right", frameon=False, title="optimizer, tokens in a step")
+    panel.legend(loc="upper right", frameon=False, title="optimizer, tokens a step")
     panel.set(xscale="log", xlim=(0.5, 50), ylim=(3.3, 5.5))
     ticks = [1, 2, 4, 8, 16]
     panel.set_xticks(ticks, map(str, ticks), minor=False)
     panel.set_xticks([], minor=True)
-    panel.set(xlabel="minutes of one H100", ylabel="validation loss, nats per token")
+    panel.set(xlabel="minutes of one H100 (log scale)", ylabel="validation loss, nats per token")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.3)
     figure.savefig(png, dpi=110)
