@@ -81,12 +81,13 @@ class Results:
         self.always |= {"torch": torch.__version__, "commit": find_commit(ROOT / script)}
         self.always |= {"command": " ".join(["measure.py", *sys.argv[1:]])}
 
-    def add(self, case: dict, value, unit: str, **other) -> None:
+    def add(self, case: dict, value, unit: str, quiet=False, **other) -> None:
         """Write and print a row. `other` takes the place of what all rows have."""
         row = self.always | other | {"case": case, "value": value, "unit": unit}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
-        print(*case.values(), value, unit, flush=True)
+        if not quiet:
+            print(*case.values(), value, unit, flush=True)
 
     def earlier(self, unit: str, **case) -> list[dict]:
         """Return the rows of this script and machine that are there, in this unit and for this case."""
@@ -367,7 +368,8 @@ def judge(name: str, differences: list[float]) -> str:
 
 def measure_ideas(args) -> None:
     """Train ideas of ideas.py, or changed copies of the script (--beside), and the unchanged script,
-    for 131M tokens of real data with the same seeds. Every GPU trains one of them at a time."""
+    for 131M tokens of real data with the same seeds. Every GPU, or without one every core, trains one
+    of them at a time."""
     results = Results(args)
     script = (ROOT / "train_gpt2.py").read_text()
     only = args.only or ([] if args.beside else [""])
@@ -384,7 +386,8 @@ def measure_ideas(args) -> None:
         variants[GPT2.name] = (GPT2.source, script)
     flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
-    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())] or [""]  # "": a CPU
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    gpus = gpus or [""] * os.cpu_count()  # "": a core
     idle = queue.SimpleQueue()
     for gpu in gpus:
         idle.put(gpu)
@@ -393,7 +396,7 @@ def measure_ideas(args) -> None:
 
         def train(seed: int, name: str) -> dict:
             gpu = idle.get()
-            print(f"{name}, seed {seed}: begins", flush=True)
+            print(f"{name}, seed {seed}: begins\n", end="", flush=True)
             try:
                 return runs.run(variants[name][1], f"{flags} --seed {seed}", gpus=gpu)
             finally:
@@ -418,9 +421,11 @@ def measure_ideas(args) -> None:
             case |= {"lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
-            results.add(case, log["val"][-1], "nats per token")
-            results.add(case, median_ms(log), "ms")
-            results.add(case, log["parameters"], "parameters")
+            results.add(case, log["val"][-1], "nats per token", quiet=True)
+            results.add(case, median_ms(log), "ms", quiet=True)
+            results.add(case, log["parameters"], "parameters", quiet=True)
+            line = f"{name}, seed {seed}: {log['val'][-1]:.4f} nats per token, {median_ms(log)} ms a step"
+            print(f"{line}, {log['parameters']:,} parameters\n", end="", flush=True)
     variants.pop(GPT2.name, None)
     for name in variants:
         pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]
