@@ -1,6 +1,7 @@
 """
 Measure train_gpt2.py, fineweb.py and runs. Each measurement is a row in results/, from which
-tables.py makes the tables of README.md and of the pages in this folder.
+tables.py makes the tables of README.md and of the pages in this folder. Rows of ideas go to log/,
+because they are mostly of your own copies, unless --results names another folder.
 
     python tests/benchmarks/measure.py speed              of training, on one GPU: 3 minutes
     python tests/benchmarks/measure.py start              of a run, until its first update is done
@@ -360,10 +361,15 @@ def judge(name: str, differences: list[float]) -> str:
     """Return a sentence on the mean of an idea's differences to GPT-2, seed by seed."""
     n = len(differences)
     found = f"{name}: {statistics.mean(differences):+.4f} nats per token beside {GPT2.name}"
+    if not any(differences):
+        return f"{found}. The losses are the same: is the change in a place that these runs use?"
     if n == 1:
         return f"{found} with one seed, which may be chance"
     chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
-    return f"{found} ({n} seeds; chance explains up to {chance:.4f})"
+    verdict = (
+        "may be chance" if abs(statistics.mean(differences)) <= chance else "is more than chance"
+    )
+    return f"{found}, which {verdict} ({n} seeds: up to {chance:.4f} in 19 of 20 cases)"
 
 
 def measure_ideas(args) -> None:
@@ -592,7 +598,8 @@ def main() -> None:
         kind = kinds.add_parser(name, help=function.__doc__, description=function.__doc__)
         kind.set_defaults(function=function)
         add = kind.add_argument
-        add("--results", default=HERE / "results", help="folder of the rows")
+        own = "log" if name == "ideas" else "tests/benchmarks/results"  # only these make tables
+        add("--results", default=ROOT / own, help=f"folder of the rows (default: {own})")
         add("--turns", type=int, default={"quickstart": 5}.get(name, 3))
         add("--flags", default="", help="more flags for train_gpt2.py")
         add("--beside", type=Path, nargs="*", default=[], help="other versions of the script")
