@@ -549,8 +549,7 @@ def setup_process(args) -> Process:
     if world_size > 1:
         store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # After a restart, this store still has the addresses of the processes before: use a new
-            # prefix. (Machines count restarts separately, and need a new store: see README)
+            # After a restart, this store still has the old addresses. (More machines: see README)
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
         wait = timedelta(hours=1)  # while the first process writes a large checkpoint
@@ -835,8 +834,8 @@ def make_config(args, source) -> GPTConfig:
     else:
         require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
         config = replace(GPTConfig(*SIZES[args.model][:4]), **read_meta(args.data_dir) | flags)
-    context = config.block_size
-    require(args.seq_len <= context, f"--seq_len {args.seq_len}: the context is {context} tokens")
+    found = f"--seq_len {args.seq_len}: the context is {config.block_size} tokens"
+    require(args.seq_len <= config.block_size, found)
     return config
 
 
@@ -916,6 +915,8 @@ def prepare(args, source, process) -> tuple:
 
         fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
     config = make_config(args, source)
+    if args.max_steps > 0:
+        DataLoaderLite("train", 1, config, args, process)  # are there data, before any download?
     if args.sample_every > 0 or process.hellaswag_every > 0:
         get_tokenizer(config.tokenizer)
     train_loader = val_loader = examples = None  # what is not needed
@@ -939,8 +940,7 @@ def prepare(args, source, process) -> tuple:
     # Each machine has its own command line and disk, on which folders may have other names
     facts = {"step": source["step"] if args.resume else 0, "precision": process.dtype}
     facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
-    facts |= vars(args) | {"data_dir": "", "log_dir": ""}
-    facts["hellaswag_every"] = process.hellaswag_every  # is hellaswag.py there?
+    facts |= vars(args) | {"data_dir": 0, "log_dir": 0, "hellaswag_every": process.hellaswag_every}
     everyone = process.gather(facts)
     for name in facts:
         found = [each[name] for each in everyone]
@@ -963,7 +963,7 @@ def catch_signals(received: list):
         received.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         with suppress(OSError):
-            os.write(2, b"\nsaving after this step; Ctrl-C ends at once and saves nothing\n")
+            os.write(2, b"\nsaving after this step (a second Ctrl-C ends at once, unsaved)\n")
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup does with SIGHUP

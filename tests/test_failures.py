@@ -198,18 +198,18 @@ def test_data_that_cannot_be_used_is_named(tmp_path, shards, refused, name, cont
 @pytest.mark.parametrize("what", ["HellaSwag", "hella.jsonl", "tokenizer", "transformers"])
 def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypatch, refused, what):
     """A run with --overwrite on a machine without network leaves the old one as it is."""
-    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded"))
-    before = contents(old)
+    fail, before = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded")), contents(old)
     flags = ["--data_dir", shards, "--log_dir", old, "--overwrite", "--max_steps", 4]
     (shards / "hella.jsonl").write_text("{}")
     if what.lower().startswith("hella"):
         flags += ["--hellaswag_every", 4]
-        fetch = fail if what == "HellaSwag" else lambda: shards / what
-        monkeypatch.setattr("hellaswag.fetch", fetch)
+        monkeypatch.setattr("hellaswag.fetch", {"HellaSwag": fail}.get(what, lambda: shards / what))
     elif what == "tokenizer":
         flags += ["--sample_every", 4]
         train_gpt2.get_tokenizer.cache_clear()
-        monkeypatch.setattr("fineweb.get_tokenizer", fail)
+        for name in ("fineweb.get_tokenizer", "tiktoken.get_encoding"):
+            monkeypatch.setattr(name, fail)
+        assert refused("none holds no train shards", *flags, "--data_dir", shards / "none")
     else:
         flags += ["--init_from", "gpt2"]
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
