@@ -229,8 +229,7 @@ def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
     ("SIGTERM", 2, True, 5), ("SIGHUP", 2, True, 5), ("SIGINT", 1, False, 8),  # 5 batches each
 ])  # fmt: skip
 def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, training, call):
-    """The step is finished, or the evaluation and the step after it. Of two processes only the
-    second gets the signal here, and both stop."""
+    """The step is finished, or the evaluation and the step after it. Only the last process gets it."""
     flags = ["--data_dir", shards, "--max_steps", 8, "--save_every", 8, "--keep", 0]
     flags += ["--val_every", 4, "--batch_size", 8]
     patch = signal_in(call, name, training=training, rank=processes - 1)
@@ -238,9 +237,10 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
         patch += "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)\n"
     a, b = tmp_path / "a", tmp_path / "b"
     status, out, _ = run(*flags, "--log_dir", b, processes=processes, patch=patch)
-    assert status == 128 + getattr(signal, name) and ("with --resume" in out) == (processes == 2)
-    assert steps(b) == [5] and list(read_log(b)["train"]) == [0, 1, 2, 3, 4]
-    assert list(read_log(b)["val"]) == [0, 4]
+    others = [143] * (processes - 1)  # the first process, without a signal, may be the first to end
+    assert status in (128 + getattr(signal, name), *others)
+    assert ("with --resume" in out) == (processes == 2)
+    assert [steps(b), [*read_log(b)["val"]], [*read_log(b)["train"]]] == [[5], [0, 4], [*range(5)]]
     assert run(*flags, "--log_dir", b, "--resume", processes=processes)[0] == 0
     assert run(*flags, "--log_dir", a, processes=processes)[0] == 0
     (b / "model_00005.pt").unlink()  # the unbroken run saves nothing at this step
