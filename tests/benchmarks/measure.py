@@ -359,17 +359,16 @@ T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 
 def judge(name: str, differences: list[float]) -> str:
     """Return a sentence on the mean of an idea's differences to GPT-2, seed by seed."""
-    n = len(differences)
-    found = f"{name}: {statistics.mean(differences):+.4f} nats per token beside {GPT2.name}"
+    n, mean = len(differences), statistics.mean(differences)
+    found = f"{name}: {mean:+.4f} nats per token beside {GPT2.name}"
     if not any(differences):
         return f"{found}. The losses are the same: is the change in a place that these runs use?"
     if n == 1:
         return f"{found} with one seed, which may be chance"
     chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
-    verdict = (
-        "may be chance" if abs(statistics.mean(differences)) <= chance else "is more than chance"
-    )
-    return f"{found}, which {verdict} ({n} seeds: up to {chance:.4f} in 19 of 20 cases)"
+    verdict = "may be chance" if abs(mean) <= chance else "is more than chance"
+    sure = f"with {n} seeds, chance stays below {chance:.4f} in 19 of 20 cases"
+    return f"{found}, which {verdict} ({sure})"
 
 
 def measure_ideas(args) -> None:
