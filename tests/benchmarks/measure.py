@@ -61,6 +61,12 @@ def describe_machine() -> str:
     return f"{os.cpu_count()} cores of {names[0] if names else 'a CPU'}"
 
 
+def list_gpus() -> list[str]:
+    """Return the names of the GPUs that may be used, as CUDA_VISIBLE_DEVICES has them."""
+    names = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(names)).split(",") if names else []
+
+
 def find_commit(script: Path) -> str:
     """Return the commit that last changed a script, with a + where the file differs from it."""
     if "COMMIT" in os.environ:  # for a copy of the files without their history
@@ -331,18 +337,16 @@ def measure_scaling(args) -> None:
     turns. The rate is 0: what a GPU at its power limit computes depends on the weights."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
-    most = torch.cuda.device_count()
+    visible = list_gpus()
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(folder)
         flags = f"--data_dir {folder} --max_lr 0 --batch_size 64 {NEVER} {args.flags}"
         for turn in range(args.turns):
-            for gpus in range(most, 0, -1):
+            for gpus in range(len(visible), 0, -1):
                 for tokens in {2**19, gpus * 2**16} if gpus > 1 else {2**19}:
                     steps = max(14, 14 * 2**19 * gpus // tokens)
                     own = f"{flags} --max_steps {steps} --total_batch_size {tokens}"
-                    names = [",".join(map(str, range(gpus)))]
-                    if gpus == 1:
-                        names = [str(gpu) for gpu in range(most)]
+                    names = [",".join(visible[:gpus])] if gpus > 1 else visible
                     started = [runs.start(script, own, gpus=name) for name in names]
                     ms = statistics.mean(median_ms(runs.finish(process)) for process in started)
                     case = {"GPUs": gpus, "tokens": tokens, "flags": args.flags, "turn": turn}
@@ -391,8 +395,7 @@ def measure_ideas(args) -> None:
         variants[GPT2.name] = (GPT2.source, script)
     flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
-    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
-    gpus = gpus or [""] * os.cpu_count()  # "": a core
+    gpus = list_gpus() or [""] * os.cpu_count()  # "": a core
     idle = queue.SimpleQueue()
     for gpu in gpus:
         idle.put(gpu)
