@@ -11,13 +11,14 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
-# name of a log, without .log.txt: its label. The colors are Matplotlib's, as in play.ipynb
+# name of a log, without .log.txt: its label, with the tokens of a batch. adamw_small is too short for
+# a curve of its own: it is a row of the table below the picture
 LABELS = {
-    "adamw": "AdamW, GPT-3's settings, 524,288",
-    "adamw_tuned": "AdamW, tuned, 524,288",
-    "adamw_long": "AdamW, tuned, 131,072",
-    "adamw_small": "AdamW, tuned, 65,536",
-    "muon_small": "Muon, 65,536",
+    "adamw": "AdamW, GPT-3's settings, batches of 524,288",
+    "adamw_tuned": "AdamW, tuned, batches of 524,288",
+    "adamw_long": "AdamW, tuned, batches of 131,072",
+    "muon_long": "Muon, batches of 131,072",
+    "muon_small": "Muon, batches of 65,536",
 }
 
 
@@ -39,18 +40,23 @@ def draw(logs: list[Path], png: str) -> None:
         streams["val"].pop(0, None)  # a log axis has no 0
         minutes = [spent[step] / 60_000 for step in streams["val"]]
         losses = list(streams["val"].values())
-        style = {"linewidth": 3 if name == "muon_small" else 1.5, "marker": "o", "markevery": [-1]}
-        (curve,) = panel.plot(minutes, losses, label=LABELS.get(name, name), **style)
-        place = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
-        place |= {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
-        end = (minutes[-1], losses[-1])
-        panel.annotate(f"{losses[-1]:.4f}", end, **place, color=curve.get_color())
-    panel.legend(loc="upper right", frameon=False, title="optimizer, tokens a step")
-    panel.set(xscale="log", xlim=(0.5, 50), ylim=(3.3, 5.5))
-    ticks = [1, 2, 4, 8, 16]
+        bold = name == "muon_small"
+        (curve,) = panel.plot(
+            minutes, losses, linewidth=3 if bold else 1.5, marker="o", markevery=[-1]
+        )
+        text = f"{losses[-1]:.2f}  {LABELS.get(name, name)}"
+        style = {"color": curve.get_color(), "weight": "bold" if bold else "normal"}
+        place = {"xytext": (8, -4), "textcoords": "offset points"}
+        if bold:  # other curves are at its right
+            place |= {"xytext": (4, -20), "ha": "right"}
+        panel.annotate(text, (minutes[-1], losses[-1]), **place, **style)
+    panel.set(xscale="log", xlim=(0.5, 18), ylim=(3.2, 5.2))
+    ticks = [0.5, 1, 2, 4, 8, 16]
     panel.set_xticks(ticks, map(str, ticks), minor=False)
     panel.set_xticks([], minor=True)
-    panel.set(xlabel="minutes of one H100 (log scale)", ylabel="validation loss, nats per token")
+    panel.set_yticks([3.5, 4, 4.5, 5])
+    panel.set_xlabel("minutes of one H100 (log scale)")
+    panel.set_ylabel("validation loss, nats per token")
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(alpha=0.3)
     figure.savefig(png, dpi=110)

@@ -240,6 +240,7 @@ def table_recipes() -> list:
         "adamw_tuned": "AdamW, tuned",
         "adamw_long": "AdamW, tuned, small steps",
         "adamw_small": "AdamW, tuned, small steps",
+        "muon_long": "Muon, small steps",
         "muon_small": "**Muon, small steps**",
     }
     table = [["recipe", "tokens a step", "tokens", "minutes", "validation loss"]]
