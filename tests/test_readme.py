@@ -1,4 +1,5 @@
-"""README.md: each command in it works or is marked, each flag exists, each link resolves."""
+"""README.md and the pages that continue it: each command works or is marked, each flag exists, each
+link resolves."""
 
 import importlib.util
 import re
@@ -14,11 +15,14 @@ import train_gpt2
 from tests.benchmarks import tables
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("tests/**/README.md"))
+MORE = "".join(p.read_text(encoding="utf-8") for p in sorted(ROOT.glob(".github/*.md")))
+PAGES = [*ROOT.glob("tests/**/README.md"), *ROOT.glob(".github/*.md")]
+PAGES = sorted(str(page.relative_to(ROOT)) for page in PAGES)
 SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_tokens 4"
 # Commands in an order in which they can be run, each with flags that make it small
 RUNS = {
     "train_gpt2.py --quickstart": SMALL,
+    "train_gpt2.py --quickstart --resume": "",
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8': "",
     "fineweb.py --files 'texts/*.txt' --tokenizer bytes --out mine_bytes": "",
@@ -70,13 +74,13 @@ def test_each_flag_exists():
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"
-    assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README)) <= known | {*others.split()}
+    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"
+    assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
 
 def test_torchrun_knows_its_flags():
     """torchrun's parser takes each of its command lines, those of several machines too."""
-    lines = re.findall(r"torchrun (--.*?\.py\b[^&\n]*)", README)
+    lines = re.findall(r"torchrun (--.*?\.py\b[^&\n]*)", README + MORE)
     assert len(lines) == 5
     for line in lines:
         args = torch.distributed.run.get_args_parser().parse_args(shlex.split(line, comments=True))
@@ -135,7 +139,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", CHANGES)
 def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
     """The script has outgrown no recipe."""
-    (cell,) = re.findall(rf"^\| {row} \| (.*) \|$", README, re.M)
+    (cell,) = re.findall(rf"^\| {row} \| (.*) \|$", README + MORE, re.M)
     codes = [code for code in re.findall(r"`([^`]+)`", cell) if re.search(r"[:=(] ?\S", code)]
     flags, *places = CHANGES[row]
     source = (ROOT / "train_gpt2.py").read_text()

@@ -364,15 +364,18 @@ T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 def judge(name: str, differences: list[float]) -> str:
     """Return a sentence on the mean of an idea's differences to GPT-2, seed by seed."""
     n, mean = len(differences), statistics.mean(differences)
-    found = f"{name}: {mean:+.4f} nats per token beside {GPT2.name}"
     if not any(differences):
-        return f"{found}. The losses are the same: is the change in a place that these runs use?"
+        same = f"{name}: the losses are those of {GPT2.name}"
+        return f"{same}. Is the change in a place that these runs use?"
+    side = "higher" if mean > 0 else "lower"
+    found = f"{name}: the loss is {abs(mean):.4f} nats per token {side} than that of {GPT2.name}"
     if n == 1:
-        return f"{found} with one seed, which may be chance"
+        return f"{found}. With one seed, this may be chance."
     chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
-    verdict = "may be chance" if abs(mean) <= chance else "is more than chance"
-    sure = f"with {n} seeds, chance stays below {chance:.4f} in 19 of 20 cases"
-    return f"{found}, which {verdict} ({sure})"
+    limit = f"with {n} seeds, chance alone gives less than {chance:.4f} in 19 of 20 cases"
+    if abs(mean) > chance:
+        return f"{found}. This is more than chance ({limit})."
+    return f"{found}. This may be chance ({limit}). More seeds lower that limit."
 
 
 def measure_ideas(args) -> None:
@@ -440,7 +443,9 @@ def measure_ideas(args) -> None:
         pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
         if pairs:
             print(judge(name, [losses[own] - losses[base] for own, base in pairs]))
-    assert not failed, f"{failed} runs failed: see above"
+    print(f"the rows are in {results.path}")
+    if failed:
+        sys.exit(f"{failed} runs failed: see above")
 
 
 # ---- fineweb.py ---------------------------------------------------------------------------------

@@ -238,12 +238,12 @@ def table_recipes() -> list:
     names = {
         "adamw": "AdamW with GPT-3's settings",
         "adamw_tuned": "AdamW, tuned",
-        "adamw_long": "AdamW, tuned, small steps",
-        "adamw_small": "AdamW, tuned, small steps",
-        "muon_long": "Muon, small steps",
-        "muon_small": "**Muon, small steps**",
+        "adamw_long": "AdamW, tuned, small batches",
+        "adamw_small": "AdamW, tuned, small batches",
+        "muon_long": "Muon, small batches",
+        "muon_small": "**Muon, small batches**",
     }
-    table = [["recipe", "tokens a step", "tokens", "minutes", "validation loss"]]
+    table = [["recipe", "tokens in a batch", "tokens", "minutes", "validation loss"]]
     for run, name in names.items():
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
         batch = row["case"]["batch"]
