@@ -259,8 +259,7 @@ def test_torchrun_starts_a_group_again_in_which_a_process_dies(tmp_path, shards)
 
 @slow
 def test_a_machine_may_die_and_come_back(tmp_path, shards):
-    """Its agent and its process are killed, and later started again. Without a hand, the others go
-    on as two, then as three, to the same end. CLUSTERS.md has the command, with its variable."""
+    """Two go on, and later three again, to the same end. The command is that of CLUSTERS.md."""
     flags = ["--data_dir", shards, "--max_steps", 200, "--save_every", 2, "--max_lr", 6e-4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
     flags += ["--resume", "--log_dir", tmp_path / "three"]
