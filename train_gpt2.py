@@ -1067,7 +1067,7 @@ QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
     "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "val_every": 250,
     "val_tokens": 50000, "hellaswag_every": 0, "sample_every": 625, "prompt": "Return ",
-    "temperature": 0.5, "max_new_tokens": 160,
+    "temperature": 0.5, "max_new_tokens": 160, "device": "cpu",
 }  # fmt: skip
 
 # heading: {flag: (type or choices, default, help)}. To add a flag, add a line; its heading says if
@@ -1233,7 +1233,7 @@ def check_resume(args, source):
         require(new == old, f"--resume: {args.log_dir} holds a run with --{flag} {old}, not {new}")
     found = f"{args.log_dir} is at step {source['step']}"
     require(source["step"] <= args.max_steps, f"{found}, beyond --max_steps {args.max_steps}")
-    print0(f"{found}, reached with dtype {source['dtype']}")
+    print0(f"{found}, so far in {source['dtype']}")
 
 
 def main(argv=None):

@@ -120,7 +120,7 @@ def table_start() -> list:
 
 
 def table_memory() -> list:
-    """The largest B that fits, without and with --recompute."""
+    """The largest B that fits, without --recompute, and in brackets with it."""
     rows = load("memory", unit="sequences")
     limits = [case["GiB"] for case in unique(rows, "GiB")]
     table = [["model", *(f"{limit} GiB" for limit in limits)]]
@@ -129,7 +129,7 @@ def table_memory() -> list:
         for limit in limits:
             case |= {"GiB": limit, "unit": "sequences"}
             found = [values("memory", **case, recompute=r, B="largest") for r in (False, True)]
-            cells.append(", ".join(str(max(sizes, default=0) or "-") for sizes in found))
+            cells.append("{} ({})".format(*(max(sizes, default=0) or "-" for sizes in found)))
         table.append(cells)
     return table
 
