@@ -549,7 +549,7 @@ def setup_process(args) -> Process:
     if world_size > 1:
         store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # After a restart, this store still has the old addresses. (More machines: see README)
+            # After a restart, this store still has the old addresses. (More machines: CLUSTERS.md)
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
         wait = timedelta(hours=1)  # while the first process writes a large checkpoint

@@ -361,14 +361,15 @@ def measure_scaling(args) -> None:
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 
 
-def judge(name: str, differences: list[float]) -> str:
-    """Return a sentence on the mean of an idea's differences to GPT-2, seed by seed."""
+def judge(name: str, differences: list[float], steps: int) -> str:
+    """Return what the differences of an idea to GPT-2 say, one for each seed, after so many steps."""
     n, mean = len(differences), statistics.mean(differences)
     if not any(differences):
         same = f"{name}: the losses are those of {GPT2.name}"
         return f"{same}. Is the change in a place that these runs use?"
     side = "higher" if mean > 0 else "lower"
-    found = f"{name}: the loss is {abs(mean):.4f} nats per token {side} than that of {GPT2.name}"
+    found = f"{name}: after {steps:,} steps, the loss is {abs(mean):.4f} nats per token {side} than"
+    found += f" that of {GPT2.name}"
     if n == 1:
         return f"{found}. With one seed, this may be chance."
     chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
@@ -402,6 +403,7 @@ def measure_ideas(args) -> None:
     idle = queue.SimpleQueue()
     for gpu in gpus:
         idle.put(gpu)
+    curves = ROOT / "log" / "ideas"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
         runs = Runs(folder)
 
@@ -409,9 +411,13 @@ def measure_ideas(args) -> None:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins\n", end="", flush=True)
             try:
-                return runs.run(variants[name][1], f"{flags} --seed {seed}", gpus=gpu)
+                process = runs.start(variants[name][1], f"{flags} --seed {seed}", gpus=gpu)
+                log = runs.finish(process)
             finally:
                 idle.put(gpu)
+            if log:
+                shutil.copytree(process.log_dir, curves / f"{name}, seed {seed}", dirs_exist_ok=True)
+            return log
 
         # Seed by seed, so that only the first run of each idea has to be compiled
         started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
@@ -442,8 +448,9 @@ def measure_ideas(args) -> None:
         pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]
         pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
         if pairs:
-            print(judge(name, [losses[own] - losses[base] for own, base in pairs]))
-    print(f"the rows are in {results.path}")
+            differences = [losses[own] - losses[base] for own, base in pairs]
+            print(judge(name, differences, len(log["dt"])))
+    print(f"logs: {curves}, which play.ipynb draws; rows: {results.path}")
     if failed:
         sys.exit(f"{failed} runs failed: see above")
 
@@ -620,7 +627,12 @@ def main() -> None:
         if name == "ideas":
             add("--data", required=True, help="folder of shards, such as fineweb.py makes")
             add("--seeds", type=int, nargs="*", default=[1337, 2])
-            add("--no-base", dest="base", action="store_false", help="GPT-2 has its rows already")
+            add(
+                "--no-base",
+                dest="base",
+                action="store_false",
+                help="GPT-2 has its rows on these data already",
+            )
         if name == "price":
             add("--seeds", type=int, nargs="*", default=[1337, 2, 3], help="none: time only")
             add("--jobs", type=int, default=1, help="runs on the CPU at a time, a thread each")

@@ -25,12 +25,13 @@ def test_each_idea_is_short():
 
 def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     """Three differences of 0.01, 0.02 and 0.03 have a standard error of 0.0058, and t is 4.3."""
-    sentence = measure.judge("mine", [0.01, 0.02, 0.03])
-    assert "0.0200 nats per token higher" in sentence and "may be chance" in sentence
-    assert "less than 0.0248" in sentence
-    assert "is more than chance" in measure.judge("mine", [-0.02, -0.021, -0.022])
-    assert "lower" in measure.judge("mine", [-0.01]) and "may be" in measure.judge("mine", [-0.01])
-    assert "the losses are those of" in measure.judge("mine", [0.0, 0.0])
+    sentence = measure.judge("mine", [0.01, 0.02, 0.03], 1250)
+    assert "after 1,250 steps, the loss is 0.0200 nats per token higher" in sentence
+    assert "may be chance" in sentence and "less than 0.0248" in sentence
+    assert "is more than chance" in measure.judge("mine", [-0.02, -0.021, -0.022], 9)
+    assert "lower" in measure.judge("mine", [-0.01], 9)
+    assert "may be chance" in measure.judge("mine", [-0.01], 9)
+    assert "the losses are those of" in measure.judge("mine", [0.0, 0.0], 9)
 
 
 def run(script, *flags) -> int:
