@@ -416,7 +416,8 @@ def measure_ideas(args) -> None:
             finally:
                 idle.put(gpu)
             if log:
-                shutil.copytree(process.log_dir, curves / f"{name}, seed {seed}", dirs_exist_ok=True)
+                own = curves / f"{name}, seed {seed}"
+                shutil.copytree(process.log_dir, own, dirs_exist_ok=True)
             return log
 
         # Seed by seed, so that only the first run of each idea has to be compiled
