@@ -87,10 +87,10 @@ def test_torchrun_knows_its_flags():
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES])
 def test_links_resolve(page):
-    """Each file and heading exists. Only GitHub resolves a badge, and only the web an address."""
+    """Each file and heading exists. Only GitHub resolves a badge and its issues, and only the web an address."""
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
         path, _, anchor = link.partition("#")
-        if "://" not in link and not link.startswith("../../actions/"):
+        if "://" not in link and not re.match(r"[./]+/(actions/|issues$)", link):
             target = page.parent / path if path else page
             headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]

@@ -11,14 +11,14 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
-# name of a log, without .log.txt: its label, with the tokens of a batch. adamw_small is too short for
-# a curve of its own: it is a row of the table below the picture
-LABELS = {
-    "adamw": "AdamW, GPT-3's settings, batches of 524,288",
-    "adamw_tuned": "AdamW, tuned, batches of 524,288",
-    "adamw_long": "AdamW, tuned, batches of 131,072",
-    "muon_long": "Muon, batches of 131,072",
-    "muon_small": "Muon, batches of 65,536",
+# name of a log, without .log.txt: its label, color and line style
+STYLES = {
+    "adamw": ("AdamW as in GPT-3, batches of 524,288", "tab:gray", ":"),
+    "adamw_tuned": ("AdamW, batches of 524,288", "tab:gray", "--"),
+    "adamw_long": ("AdamW, batches of 131,072", "tab:gray", "-"),
+    "adamw_small": ("AdamW", "tab:gray", "-"),
+    "muon_long": ("Muon, batches of 131,072", "tab:purple", "-"),
+    "muon_small": ("Muon", "tab:purple", "-"),
 }
 
 
@@ -31,40 +31,46 @@ def read_log(path: Path) -> dict[str, dict[int, float]]:
 
 
 def draw(logs: list[Path], png: str) -> None:
-    """Draw a curve for each log, with its last value at its end."""
-    figure, panel = plt.subplots(figsize=(9, 4), layout="constrained")
+    """Draw a panel for each number of tokens, and in it a curve for each log."""
+    panels = {}  # {million tokens: [(name, streams)]}
     for log in logs:
         name = log.name.removesuffix(".log.txt").replace("log.txt", log.parent.name)
         streams = read_log(log)
-        spent = [0, *accumulate(streams["dt"].values())]  # milliseconds before each step
-        streams["val"].pop(0, None)  # a log axis has no 0
-        minutes = [spent[step] / 60_000 for step in streams["val"]]
-        losses = list(streams["val"].values())
-        bold = name == "muon_small"
-        (curve,) = panel.plot(
-            minutes, losses, linewidth=3 if bold else 1.5, marker="o", markevery=[-1]
-        )
-        text = f"{losses[-1]:.2f}  {LABELS.get(name, name)}"
-        style = {"color": curve.get_color(), "weight": "bold" if bold else "normal"}
-        place = {"xytext": (8, -4), "textcoords": "offset points"}
-        if bold:  # other curves are at its right
-            place |= {"xytext": (4, -20), "ha": "right"}
-        panel.annotate(text, (minutes[-1], losses[-1]), **place, **style)
-    panel.set(xscale="log", xlim=(0.5, 18), ylim=(3.2, 5.2))
-    ticks = [0.5, 1, 2, 4, 8, 16]
-    panel.set_xticks(ticks, map(str, ticks), minor=False)
-    panel.set_xticks([], minor=True)
-    panel.set_yticks([3.5, 4, 4.5, 5])
-    panel.set_xlabel("minutes of one H100 (log scale)")
-    panel.set_ylabel("validation loss, nats per token")
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(alpha=0.3)
+        tokens = streams["total_batch_size"][0] * len(streams["dt"]) / 1e6
+        panels.setdefault(round(tokens), []).append((name, streams))
+    style = {"sharey": True, "squeeze": False, "layout": "constrained", "figsize": (9, 3.6)}
+    figure, (axes,) = plt.subplots(1, len(panels), **style)
+    for axis, (tokens, runs) in zip(axes, sorted(panels.items()), strict=True):
+        for name, streams in runs:
+            draw_run(axis, name, streams)
+        batches = {int(streams["total_batch_size"][0]) for _, streams in runs}
+        same = f", batches of {min(batches):,}" if len(batches) == 1 else ""
+        axis.set_title(f"{tokens}M tokens{same}", fontsize=10, loc="left")
+        axis.set(xlabel="minutes of one H100", xlim=0, ylim=(3.2, 5.2))
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    axes[0].set_yticks([3.5, 4, 4.5, 5])
+    axes[0].set_ylabel("validation loss, nats per token")
     figure.savefig(png, dpi=110)
+
+
+def draw_run(axis, name: str, streams: dict) -> None:
+    """Draw the losses of a run, with the last one and the run's label at the end."""
+    spent = [0, *accumulate(streams["dt"].values())]  # milliseconds before each step
+    streams["val"].pop(0, None)  # a loss of 11, from which the curve would be a straight line
+    minutes = [spent[step] / 60_000 for step in streams["val"]]
+    losses = list(streams["val"].values())
+    label, color, line = STYLES.get(name, (name, None, "-"))
+    (curve,) = axis.plot(minutes, losses, line, color=color, linewidth=2)
+    axis.plot(minutes[-1], losses[-1], "o", color=curve.get_color())
+    place = {"xytext": (8, -4), "textcoords": "offset points", "fontsize": 9}
+    text = f"{losses[-1]:.2f}  {label}"
+    axis.annotate(text, (minutes[-1], losses[-1]), color=curve.get_color(), **place)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    logs = [HERE / f"runs/{name}.log.txt" for name in LABELS]
+    logs = [HERE / f"runs/{name}.log.txt" for name in STYLES]
     parser.add_argument("logs", nargs="*", type=Path, default=logs)
     parser.add_argument("--png", default=HERE.parents[1] / ".github" / "runs.png")
     draw(**vars(parser.parse_args()))
