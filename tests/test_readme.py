@@ -34,12 +34,12 @@ RUNS = {
     "train_gpt2.py --init_from log --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
 }
-FINE_TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
+TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
 NOT_RUN = {"fineweb.py", "fineweb.py --name sample-100BT --out big --part 3/128"}  # downloads
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN |= {"fineweb.py --max_tokens 150000000 --out edu_small", f"train_gpt2.py {FIRST}"}
-NOT_RUN |= {"hellaswag.py -m gpt2 -d cuda", "train_gpt2.py --model d72 --zero 3 --recompute"}
-NOT_RUN |= {f"train_gpt2.py {FINE_TUNE} --max_steps 55 --max_lr 3e-5"}
+NOT_RUN |= {"train_gpt2.py --model d72 --zero 3 --recompute --log_dir log/d72"}
+NOT_RUN |= {"hellaswag.py -m gpt2 -d cuda", f"train_gpt2.py {TUNE} --max_steps 55 --max_lr 3e-5"}
 # Rows of "How to change things": flags, and for each code the text behind (>) or before (<) which it
 # goes, or which it replaces (=)
 FIELDS = '> tokenizer: str = "gpt2"\n'
@@ -72,7 +72,7 @@ def test_each_flag_exists():
     known = {flag for flags in train_gpt2.FLAGS.values() for flag in flags}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"
+    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check base"
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
 

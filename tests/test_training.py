@@ -311,8 +311,8 @@ def test_an_edited_loss_counts_in_the_second_start(tmp_path, shards, old, new):
     """Twice the loss in the kernel, or twice the gradient in the backward pass. The first start of
     the unchanged script has filled the cache of compiled graphs, from which its second start takes."""
     script, logs = train_gpt2.SCRIPT, []
-    flags = f"--quickstart --data_dir {shards} --max_steps 1 --val_every 0 --sample_every 0"
-    flags += " --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir log"
+    flags = f"--quickstart --device cuda --data_dir {shards} --max_steps 1 --val_every 0"
+    flags += " --sample_every 0 --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir log"
     for text in (script, script, script.replace(old, new)):
         (tmp_path / "train_gpt2.py").write_text(text)
         env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}

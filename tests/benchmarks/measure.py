@@ -73,7 +73,9 @@ def find_commit(script: Path) -> str:
         return os.environ["COMMIT"]
     git = ["git", "-C", script.parent]
     last = [*git, "log", "-1", "--format=%h", "--", script.name]
-    commit = subprocess.run(last, check=True, capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(last, capture_output=True, text=True).stdout.strip()
+    if not commit:  # downloaded without the history
+        return "unknown"
     return commit + "+" * subprocess.call([*git, "diff", "--quiet", "HEAD", "--", script.name])
 
 
@@ -373,7 +375,7 @@ def judge(name: str, differences: list[float], steps: int) -> str:
     if n == 1:
         return f"{found}. With one seed, this may be chance."
     chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
-    limit = f"with {n} seeds, chance alone gives less than {chance:.4f} in 19 of 20 cases"
+    limit = f"by the spread of {n} seeds, chance gives less than {chance:.4f} in 19 of 20 cases"
     if abs(mean) > chance:
         return f"{found}. This is more than chance ({limit})."
     return f"{found}. This may be chance ({limit}). More seeds lower that limit."
@@ -399,7 +401,8 @@ def measure_ideas(args) -> None:
         variants[GPT2.name] = (GPT2.source, script)
     flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
-    gpus = list_gpus() or [""] * os.cpu_count()  # "": a core
+    gpus = [] if "--quickstart" in args.flags else list_gpus()  # which computes on the CPU
+    gpus = gpus or [""] * os.cpu_count()  # "": a core
     idle = queue.SimpleQueue()
     for gpu in gpus:
         idle.put(gpu)
@@ -410,21 +413,23 @@ def measure_ideas(args) -> None:
         def train(seed: int, name: str) -> dict:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins\n", end="", flush=True)
+            own = "" if name == GPT2.name else args.own
             try:
-                process = runs.start(variants[name][1], f"{flags} --seed {seed}", gpus=gpu)
+                process = runs.start(variants[name][1], f"{flags} {own} --seed {seed}", gpus=gpu)
                 log = runs.finish(process)
             finally:
                 idle.put(gpu)
             if log:
-                own = curves / f"{name}, seed {seed}"
-                shutil.copytree(process.log_dir, own, dirs_exist_ok=True)
+                curve = curves / f"{name}, seed {seed}"
+                shutil.copytree(process.log_dir, curve, dirs_exist_ok=True)
             return log
 
         # Seed by seed, so that only the first run of each idea has to be compiled
         started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
+        same = {"flags": args.flags, "data": args.data}
         losses = {  # those of an earlier call, for --no-base
             (GPT2.name, row["case"]["seed"]): row["value"]
-            for row in results.earlier("nats per token", idea=GPT2.name, flags=args.flags)
+            for row in results.earlier("nats per token", idea=GPT2.name, **same)
         }
         failed = 0  # these runs must not cost the others their rows
         for run in as_completed(started):
@@ -435,8 +440,9 @@ def measure_ideas(args) -> None:
                 continue
             source, text = variants[name]
             lines, places = count_changes(text)
-            case = {"idea": name, "source": source, "seed": seed, "flags": args.flags}
-            case |= {"lines": lines, "places": places}
+            own = args.flags if name == GPT2.name else f"{args.flags} {args.own}".strip()
+            case = {"idea": name, "source": source, "seed": seed, "flags": own}
+            case |= {"data": args.data, "lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
             results.add(case, log["val"][-1], "nats per token", quiet=True)
@@ -628,12 +634,8 @@ def main() -> None:
         if name == "ideas":
             add("--data", required=True, help="folder of shards, such as fineweb.py makes")
             add("--seeds", type=int, nargs="*", default=[1337, 2])
-            add(
-                "--no-base",
-                dest="base",
-                action="store_false",
-                help="GPT-2 has its rows on these data already",
-            )
+            add("--own", default="", help="flags for the ideas only, not for GPT-2")
+            add("--no-base", dest="base", action="store_false", help="GPT-2's rows are there")
         if name == "price":
             add("--seeds", type=int, nargs="*", default=[1337, 2, 3], help="none: time only")
             add("--jobs", type=int, default=1, help="runs on the CPU at a time, a thread each")
