@@ -143,7 +143,8 @@ def table_price() -> list:
         ms = values("price", without=mechanism.name, unit="ms")  # [with, without] each
         peak = values("price", without=mechanism.name, unit="GiB")
         nats = values("price", without=mechanism.name, unit="nats per byte")
-        cells = [mechanism.name, str(count_lines(mechanism.spans) or "")]
+        label = re.sub(r"(.*) instead of (.*)", r"\1 (\2 in its place)", mechanism.name)
+        cells = [label, str(count_lines(mechanism.spans) or "")]
         cells.append(spread([b - a for a, b in ms], "{:+.1f}"))
         cells.append(spread([100 * (a / b - 1) for a, b in ms], "{:+.0f}%"))
         cells.append(spread([b - a for a, b in peak], "{:+.1f}"))
