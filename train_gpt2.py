@@ -1233,7 +1233,7 @@ def check_resume(args, source):
         require(new == old, f"--resume: {args.log_dir} holds a run with --{flag} {old}, not {new}")
     found = f"{args.log_dir} is at step {source['step']}"
     require(source["step"] <= args.max_steps, f"{found}, beyond --max_steps {args.max_steps}")
-    print0(f"{found}, so far in {source['dtype']}")
+    print0(f"{found} of {args.max_steps}, so far in {source['dtype']}")
 
 
 def main(argv=None):

@@ -303,7 +303,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, refused, cap
         assert contents(tmp_path / "log") == before, message
     flags += ["--data_dir", shards.rename(tmp_path / "moved"), "--dtype", "bfloat16"]
     assert main(*flags, "--resume", "--max_steps", 5) == 0
-    assert "is at step 4, so far in float32" in capsys.readouterr().out
+    assert "is at step 4 of 5, so far in float32" in capsys.readouterr().out
     assert load(tmp_path / "log", 5)["dtype"] == "bfloat16"
 
 
