@@ -120,7 +120,7 @@ ROWS = [
         measures="both",
     ),
     Row(
-        "a Muon of its own, not torch.optim's",
+        "our own Muon instead of torch.optim's",
         [("class Muon(", "torch._foreach_copy_(matrices")],
         base=MUON,
         edits=((OWN_MUON, THEIRS),),

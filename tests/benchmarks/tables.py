@@ -169,7 +169,7 @@ def table_scaling() -> list:
             "tokens a step",
             "ms a step",
             "tokens a second",
-            "share of linear speed",
+            "share of as many single GPUs",
             "measured",
         ]
     ]
