@@ -1,4 +1,4 @@
-"""README.md and .github: each command works or is marked, each flag exists, each link resolves."""
+"""README.md: each command works or is marked. It and .github: flags exist, and links resolve."""
 
 import importlib.util
 import re
@@ -59,11 +59,11 @@ def test_each_command_is_run_by_a_test_or_marked():
         blocks = re.findall(r"(?s)```\n(.*?)```", section)
         codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", section))
         lines = [line.split("#")[0] for line in [*"".join(blocks).splitlines(), *codes]]
-        pattern = r"(?:python|torchrun\b[^;]*?) (\w+\.py\b[^;&]*)"
+        pattern = r"(?:python|torchrun\b[^;]*?) ([\w/]+\.py\b[^;&]*)"
         commands = {found.strip() for line in lines for found in re.findall(pattern, line)}
         assert commands <= RUNS.keys() or "not run by a test" in re.sub(r"\s+", " ", section)
         found |= commands
-    assert found == RUNS.keys() | NOT_RUN
+    assert {command for command in found if command[:6] != "tests/"} == RUNS.keys() | NOT_RUN
 
 
 def test_each_flag_exists():

@@ -61,7 +61,8 @@ def draw_run(axis, name: str, streams: dict) -> None:
     minutes = [spent[step] / 60_000 for step in streams["val"]]
     losses = list(streams["val"].values())
     label, color, line = STYLES.get(name, (name, None, "-"))
-    (curve,) = axis.plot(minutes, losses, line, color=color, linewidth=2)
+    marker = "o" if len(losses) < 5 else ""  # each validation, where they are few
+    (curve,) = axis.plot(minutes, losses, line, color=color, linewidth=2, marker=marker)
     axis.plot(minutes[-1], losses[-1], "o", color=curve.get_color())
     place = {"xytext": (8, -4), "textcoords": "offset points", "fontsize": 9}
     text = f"{losses[-1]:.2f}  {label}"

@@ -25,6 +25,7 @@ import multiprocessing
 import os
 import queue
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -71,6 +72,8 @@ def find_commit(script: Path) -> str:
     """Return the commit that last changed a script, with a + where the file differs from it."""
     if "COMMIT" in os.environ:  # for a copy of the files without their history
         return os.environ["COMMIT"]
+    if not shutil.which("git"):
+        return "unknown"
     git = ["git", "-C", script.parent]
     last = [*git, "log", "-1", "--format=%h", "--", script.name]
     commit = subprocess.run(last, capture_output=True, text=True).stdout.strip()
@@ -136,7 +139,7 @@ class Runs:
             launcher += ["-m", "torch.distributed.run", "--standalone"]
             launcher += [f"--nproc_per_node={gpus.count(',') + 1}"]
         log_dir = path.parent / "log"
-        command = [*launcher, str(path), "--log_dir", str(log_dir), *flags.split()]
+        command = [*launcher, str(path), "--log_dir", str(log_dir), *shlex.split(flags)]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)} | env
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus
@@ -358,6 +361,7 @@ def measure_scaling(args) -> None:
 # ---- ideas --------------------------------------------------------------------------------------
 
 
+CURVES = ROOT / "log" / "ideas"  # the logs of all runs
 # Student's t: within so many standard errors of 0, for n - 1 = 1 to 5, a mean of n differences is
 # in 19 of 20 cases if there is nothing but chance
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
@@ -378,7 +382,7 @@ def judge(name: str, differences: list[float], steps: int) -> str:
     limit = f"by the spread of {n} seeds, chance gives less than {chance:.4f} in 19 of 20 cases"
     if abs(mean) > chance:
         return f"{found}. This is more than chance ({limit})."
-    return f"{found}. This may be chance ({limit}). More seeds lower that limit."
+    return f"{found}. This may be chance ({limit})."
 
 
 def measure_ideas(args) -> None:
@@ -393,20 +397,30 @@ def measure_ideas(args) -> None:
         if any(text.lower() in idea.name.lower() for text in only):
             variants[idea.name] = (idea.source, change(script, idea.edits))
     for path in args.beside:
+        assert path.stem not in [*variants, GPT2.name], f"--beside: two copies named {path.stem}"
         variants[path.stem] = (path.name, path.read_text())
     assert variants, f"--only {only}: no idea has such a name"
     for name, (_, text) in variants.items():
         compile(text, name, "exec")  # a mistake is seen before hours of training
+    same = {"flags": args.flags, "data": args.data}
+    losses = {  # those of an earlier call, for --no-base
+        (GPT2.name, row["case"]["seed"]): row["value"]
+        for row in results.earlier("nats per token", idea=GPT2.name, **same)
+    }
     if args.base:
         variants[GPT2.name] = (GPT2.source, script)
-    flags = f"--data_dir {args.data} --optimizer muon --max_steps 2000"  # B: what fits each
+    elif missing := [seed for seed in args.seeds if (GPT2.name, seed) not in losses]:
+        sys.exit(
+            f"--no-base: {results.path} has no run of this script with seeds {missing} and {same}"
+        )
+    flags = f"--data_dir {shlex.quote(args.data)} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
-    gpus = [] if "--quickstart" in args.flags else list_gpus()  # which computes on the CPU
+    on_cpu = "--quickstart" in args.flags and "--device" not in args.flags
+    gpus = [] if on_cpu else list_gpus()
     gpus = gpus or [""] * os.cpu_count()  # "": a core
     idle = queue.SimpleQueue()
     for gpu in gpus:
         idle.put(gpu)
-    curves = ROOT / "log" / "ideas"
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(gpus)) as pool:
         runs = Runs(folder)
 
@@ -420,17 +434,13 @@ def measure_ideas(args) -> None:
             finally:
                 idle.put(gpu)
             if log:
-                curve = curves / f"{name}, seed {seed}"
+                curve = CURVES / f"{name}, seed {seed}"
                 shutil.copytree(process.log_dir, curve, dirs_exist_ok=True)
             return log
 
         # Seed by seed, so that only the first run of each idea has to be compiled
         started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
-        same = {"flags": args.flags, "data": args.data}
-        losses = {  # those of an earlier call, for --no-base
-            (GPT2.name, row["case"]["seed"]): row["value"]
-            for row in results.earlier("nats per token", idea=GPT2.name, **same)
-        }
+        steps = {}
         failed = 0  # these runs must not cost the others their rows
         for run in as_completed(started):
             seed, name = started[run]
@@ -445,6 +455,7 @@ def measure_ideas(args) -> None:
             case |= {"data": args.data, "lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
+            steps[name] = len(log["dt"])
             results.add(case, log["val"][-1], "nats per token", quiet=True)
             results.add(case, median_ms(log), "ms", quiet=True)
             results.add(case, log["parameters"], "parameters", quiet=True)
@@ -456,8 +467,8 @@ def measure_ideas(args) -> None:
         pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
         if pairs:
             differences = [losses[own] - losses[base] for own, base in pairs]
-            print(judge(name, differences, len(log["dt"])))
-    print(f"logs: {curves}, which play.ipynb draws; rows: {results.path}")
+            print(judge(name, differences, steps[name]))
+    print(f"logs: {CURVES}, which play.ipynb draws; rows: {results.path}")
     if failed:
         sys.exit(f"{failed} runs failed: see above")
 

@@ -2,6 +2,9 @@
 
 import importlib.util
 import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +35,52 @@ def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     assert "lower" in measure.judge("mine", [-0.01], 9)
     assert "may be chance" in measure.judge("mine", [-0.01], 9)
     assert "the losses are those of" in measure.judge("mine", [0.0, 0.0], 9)
+
+
+STARTED = []  # the flags of all runs
+
+
+class FakeRuns:
+    """In place of measure.Runs: the loss of a run is 2, 0.3 more for a changed script, and 0.01 more
+    for each seed."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def start(self, script, flags, gpus):
+        STARTED.append(flags)
+        log_dir = Path(tempfile.mkdtemp(dir=self.folder))
+        (log_dir / "log.txt").write_text(flags)
+        seed = int(flags.split()[-1])
+        log = {"val": [2 + 0.01 * seed + 0.3 * (script != tables.SCRIPT)], "dt": [1.0] * 7}
+        return SimpleNamespace(log_dir=log_dir, log=log | {"parameters": 5})
+
+    def finish(self, process):
+        return process.log
+
+
+def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
+    """Seed by seed, a copy with its own flags. Without GPT-2's runs, --no-base ends at once."""
+    monkeypatch.setattr(measure, "Runs", FakeRuns)
+    monkeypatch.setattr(measure, "CURVES", tmp_path / "curves")
+    copy = tmp_path / "mine.py"
+    copy.write_text(tables.SCRIPT + "# changed\n")
+    argv = ["measure.py", "ideas", "--data", "some folder", "--results", str(tmp_path)]
+    argv += ["--beside", str(copy), "--own=--schedule wsd", "--seeds", "4", "5", "6"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
+    with pytest.raises(SystemExit, match="no run of this script with seeds"):
+        measure.main()
+    assert not STARTED
+    monkeypatch.setattr(sys, "argv", argv)
+    measure.main()
+    answer = "mine: after 7 steps, the loss is 0.3000 nats per token higher"
+    assert answer in capsys.readouterr().out
+    assert len(STARTED) == 6 and "--data_dir 'some folder'" in STARTED[0]
+    assert sum("--schedule wsd" in flags for flags in STARTED) == 3
+    assert len(list((tmp_path / "curves").glob("*/log.txt"))) == 6
+    monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
+    measure.main()
+    assert len(STARTED) == 9 and answer in capsys.readouterr().out
 
 
 def run(script, *flags) -> int:
