@@ -1062,7 +1062,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
 
 # ---- the command line ---------------------------------------------------------------------------
 
-# --quickstart: 0.9M parameters learn to write like the documentation that comes with every Python
+# --quickstart: 0.9M parameters, too few to need a GPU, learn to write like Python's documentation
 QUICKSTART = {
     "data_dir": "pydocs", "log_dir": "log/quickstart", "model": "tiny", "seq_len": 64,
     "total_batch_size": 768, "max_steps": 1250, "optimizer": "muon", "val_every": 250,

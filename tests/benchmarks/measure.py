@@ -413,6 +413,7 @@ def measure_ideas(args) -> None:
         sys.exit(
             f"--no-base: {results.path} has no run of this script with seeds {missing} and {same}"
         )
+    own = {name: "" if name == GPT2.name else args.own for name in variants}
     flags = f"--data_dir {shlex.quote(args.data)} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
     on_cpu = "--quickstart" in args.flags and "--device" not in args.flags
@@ -427,9 +428,10 @@ def measure_ideas(args) -> None:
         def train(seed: int, name: str) -> dict:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins\n", end="", flush=True)
-            own = "" if name == GPT2.name else args.own
             try:
-                process = runs.start(variants[name][1], f"{flags} {own} --seed {seed}", gpus=gpu)
+                process = runs.start(
+                    variants[name][1], f"{flags} {own[name]} --seed {seed}", gpus=gpu
+                )
                 log = runs.finish(process)
             finally:
                 idle.put(gpu)
@@ -450,8 +452,8 @@ def measure_ideas(args) -> None:
                 continue
             source, text = variants[name]
             lines, places = count_changes(text)
-            own = args.flags if name == GPT2.name else f"{args.flags} {args.own}".strip()
-            case = {"idea": name, "source": source, "seed": seed, "flags": own}
+            case = {"idea": name, "source": source, "seed": seed}
+            case |= {"flags": f"{args.flags} {own[name]}".strip()}
             case |= {"data": args.data, "lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
@@ -466,7 +468,7 @@ def measure_ideas(args) -> None:
         pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]
         pairs = [pair for pair in pairs if losses.keys() >= set(pair)]
         if pairs:
-            differences = [losses[own] - losses[base] for own, base in pairs]
+            differences = [losses[idea] - losses[base] for idea, base in pairs]
             print(judge(name, differences, steps[name]))
     print(f"logs: {CURVES}, which play.ipynb draws; rows: {results.path}")
     if failed:
