@@ -23,7 +23,8 @@ IDEAS = [
     Idea(
         "rotary positions",
         "Su et al. 2021, arXiv:2104.09864",
-        # The model is left without wpe: a parameter that gets no gradient could not be resumed
+        # wpe is deleted, because several GPUs would stop at a parameter that gets no gradient. The
+        # table of sines is made once, because computing them in each block would slow every step
         [
             (
                 """            "wpe": skip_init(nn.Embedding, config.block_size, C),  # position embeddings
@@ -39,21 +40,26 @@ IDEAS = [
 """,
             ),
             (
-                "F.scaled_dot_product_attention(q, k, v",
-                "F.scaled_dot_product_attention(rotate(q), rotate(k), v",
+                """    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+""",
+                """        speeds = 10000 ** -torch.linspace(0, 1, config.n_embd // config.n_head // 2)
+        angles = torch.arange(config.block_size)[:, None, None] * speeds  # (T, 1, hs / 2), radians
+        self.register_buffer("turns", torch.stack((angles.cos(), angles.sin())), persistent=False)
+
+    def rotate(self, x: Tensor) -> Tensor:  # (B, T, C) to (B, T, nh, hs)
+        a, b = x.unflatten(2, (-1, 2, self.turns.size(-1))).unbind(3)  # channels i and i + hs / 2
+        cos, sin = self.turns[:, : x.size(1)]  # pairs turn by angles proportional to the position
+        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=3).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+""",
             ),
             (
-                "class MLP(nn.Module):",
-                '''def rotate(x: Tensor) -> Tensor:
-    """Turn pairs of channels of x (B, nh, T, hs) by angles proportional to the position."""
-    a, b = x.chunk(2, dim=-1)  # channel i is paired with channel i + hs / 2
-    speeds = 10000 ** -torch.linspace(0, 1, a.size(-1), device=x.device)  # radians per token
-    angles = torch.arange(x.size(2), device=x.device)[:, None] * speeds  # (T, hs / 2)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x.dtype)
-
-
-class MLP(nn.Module):''',
+                "        q = q.view(",
+                """        q, k = self.rotate(q), self.rotate(k)
+        q = q.view(""",
             ),
         ],
     ),
