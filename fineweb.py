@@ -499,7 +499,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
     if train >= 10**8:
-        # By default, a step has about 27.5 * max_steps tokens. So this many steps make four epochs
+        # A step has about 27.5 * max_steps tokens, so this many steps make about four epochs
         steps = round((4 * train / 27.5) ** 0.5)
         return f"next: {command} --optimizer muon --max_steps {steps}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"

@@ -788,7 +788,7 @@ def restore_state(state, saved: dict):
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
     others = sorted(model.state_dict().keys() ^ weights.keys())  # which dcp would leave as they are
-    require(not others, f"these weights are another model's: {others[:3]} are not in both")
+    require(not others, f"not the weights of a {type(model).__name__}: {others[:3]} differ")
     with loading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
 
@@ -1086,7 +1086,7 @@ FLAGS = {
         "overfit_one_batch": (bool, False, "train on the first batch only, to debug"),
     },
     "the recipe: --resume keeps it, unless you give another value": {
-        "data_dir": (str, "edu_fineweb10B", "folder that fineweb.py made, also from your texts"),
+        "data_dir": (str, "edu_fineweb10B", "folder that fineweb.py made; --resume: same texts"),
         "max_steps": (int, 19073, "optimizer steps, 0: only evaluate"),  # 10B tokens / 2**19
         "warmup_steps": (int, None, "steps of rising rate (default: a third, up to 715; muon: 60)"),
         "max_lr": (float, None, "peak rate (default: GPT-3's for the size; muon: 10 times that)"),
@@ -1105,7 +1105,7 @@ FLAGS = {
         "temperature": (float, 1.0, "0: always the most likely token"),
         "top_k": (int, 50, "draw from this many most likely tokens, 0: from all"),
         "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
-        "keep": (int, 2, "how many checkpoints to keep, 0: all; one has 12 bytes a parameter"),
+        "keep": (int, 2, "how many checkpoints to keep, 0: all; adamw: 12 bytes a parameter"),
     },
     "the machine: --resume keeps these too; auto and 0 are decided again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),

@@ -413,6 +413,9 @@ def measure_ideas(args) -> None:
         sys.exit(
             f"--no-base: {results.path} has no run of this script with seeds {missing} and {same}"
         )
+    else:
+        for seed in args.seeds:
+            print(f"{GPT2.name}, seed {seed}: {losses[GPT2.name, seed]:.4f}, in an earlier run")
     own = {name: "" if name == GPT2.name else args.own for name in variants}
     flags = f"--data_dir {shlex.quote(args.data)} --optimizer muon --max_steps 2000"  # B: what fits each
     flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
@@ -646,7 +649,7 @@ def main() -> None:
             add("--only", nargs="*", help="rows whose names contain one of these (default: all)")
         if name == "ideas":
             add("--data", required=True, help="folder of shards, such as fineweb.py makes")
-            add("--seeds", type=int, nargs="*", default=[1337, 2])
+            add("--seeds", type=int, nargs="*", default=[1, 2, 3])
             add("--own", default="", help="flags for the ideas only, not for GPT-2")
             add("--no-base", dest="base", action="store_false", help="GPT-2's rows are there")
         if name == "price":
