@@ -35,7 +35,7 @@ RUNS = {
     "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
 }
 TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
-NOT_RUN = {"fineweb.py", "fineweb.py --name sample-100BT --out big --part 3/128"}  # downloads
+NOT_RUN = {"fineweb.py"}  # it downloads
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN |= {"fineweb.py --max_tokens 150000000 --out edu_small", f"train_gpt2.py {FIRST}"}
 NOT_RUN |= {"train_gpt2.py --model d72 --zero 3 --recompute --log_dir log/d72"}
