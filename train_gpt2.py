@@ -82,12 +82,12 @@ SIZES = {
 @dataclass
 class GPTConfig:
     """The shape of a GPT, and the tokenizer whose tokens it reads. The defaults are GPT-2 124M.
-    Checkpoints hold it. A new flag that has the name of a field sets this field."""
+    Checkpoints hold it. A flag that you add under the name of a field sets this field."""
 
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads of a block
     n_embd: int = 768  # C, the channels of the residual stream
-    block_size: int = 1024  # the context: how many tokens the model can attend to
+    block_size: int = 1024  # the context: the largest T
     vocab_size: int = 50257  # 50,000 BPE merges + 256 bytes + 1 <|endoftext|>
     tokenizer: str = "gpt2"
     eot: int = 50256  # <|endoftext|>, which precedes every document and ends a sample
@@ -158,7 +158,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.recompute = recompute  # compute blocks again in the backward pass, to save memory
-        self.residual_dtype = residual_dtype  # see make_state
+        self.residual_dtype = residual_dtype  # bfloat16 is faster on a GPU
         C = config.n_embd
         # Pad the vocabulary to a multiple of 128, from 50257 to 50304. In 16 bits, a row of logits
         # is then a multiple of 256 bytes, and matrix products are faster on aligned rows
@@ -174,7 +174,7 @@ class GPT(nn.Module):
         # Use one matrix for input and output (Press & Wolf 2017, arXiv:1608.05859): tokens with
         # similar meanings should have similar rows in both, and this saves 39M parameters
         self.lm_head.weight = self.transformer.wte.weight
-        if seed is not None:  # None: the weights will be loaded, or drawn once the model is sharded
+        if seed is not None:  # None: the weights are loaded or drawn later, see make_state
             self.init_weights(seed)
 
     @torch.no_grad()
@@ -192,14 +192,14 @@ class GPT(nn.Module):
             std = 0.0 if name.endswith("bias") else 0.02
             if name.endswith("c_proj.weight"):
                 std = residual_std
-            # The numbers depend on seed and name alone, whatever else a variant of the model adds
+            # The numbers depend on seed and name alone: an added layer changes those of no other
             generator = torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
             value = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
             if layer in (self.transformer.wte, self.lm_head):
                 # The padded rows belong to no token. Their logits are masked, so they stay zero
                 value[self.config.vocab_size :] = 0
             p.copy_(shard_as(p, value))
-            del value  # a process holds one whole matrix at a time
+            del value  # before the next one is made, to save memory
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the float32 logits (B, T, V) of the next tokens, given idx (B, T) int64. With
@@ -231,17 +231,17 @@ class GPT(nn.Module):
         return model.eval()
 
     def configure_optimizers(self, weight_decay, learning_rate, optimizer="adamw") -> list:
-        """Return optimizers that together update every parameter once: AdamW, with GPT-3's betas
-        and eps, or Muon and AdamW. Add others here: a group's rate is lr times its lr_share."""
+        """Return optimizers that together update every parameter once: AdamW, with GPT-3's betas,
+        or Muon and AdamW. Add others here. A group can have an "lr_share", see update_weights."""
         # How a parameter is updated depends on what it does, not on its shape
         in_blocks = {m for b in self.modules() if isinstance(b, Block) for m in b.modules()}
         attention, hidden, projections, embeddings, vectors = [], [], [], [], []
         for name, p in self.named_parameters():  # a tied matrix once
-            if not p.requires_grad:  # frozen in a fork
+            if not p.requires_grad:  # if you freeze some
                 continue
             layer = self.get_submodule(name.rpartition(".")[0])
             if name.endswith("bias") or not isinstance(layer, nn.Linear | nn.Embedding):
-                vectors.append(p)  # biases, LayerNorms, and parameters of a fork
+                vectors.append(p)  # biases, LayerNorms, and each nn.Parameter that you add
             elif isinstance(layer, nn.Embedding) or layer not in in_blocks:
                 embeddings.append(p)  # and a head that is not tied
             elif name.endswith("c_proj.weight"):
@@ -256,11 +256,11 @@ class GPT(nn.Module):
         decay = {"params": embeddings, "weight_decay": weight_decay}
         no_decay = {"params": vectors, "weight_decay": 0.0}
         if optimizer == "adamw":
-            decay["params"] = embeddings + attention + hidden + projections
+            decay["params"] += attention + hidden + projections
             return [torch.optim.AdamW([decay, no_decay], **settings)]
         if optimizer == "muon":
             # Muon (appendix B) is for matrices that map a hidden vector to another, not for tables
-            settings["betas"] = (0.9, 0.98)  # 50 gradients, which ends lower beside Muon
+            settings["betas"] = (0.9, 0.98)  # 10 and 50 gradients: beside Muon, this ends lower
             adamw = torch.optim.AdamW([g for g in (decay, no_decay) if g["params"]], **settings)
             groups = [{"params": hidden}]
             # Projections write into one stream, where updates and rounding errors add up
@@ -307,7 +307,7 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
 
 @lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return a tokenizer: GPT-2's, downloaded once, or fineweb.py's. Ids are below 65,536."""
+    """Return a tokenizer, whose ids fit into uint16: GPT-2's, downloaded once, or fineweb.py's."""
     files = "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
     files += "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in the folder TIKTOKEN_CACHE_DIR"
     with loading(f"the tokenizer {name} (without a network, save {files})"):
@@ -373,7 +373,7 @@ def read_meta(data_dir: str) -> dict:
 
 @lru_cache(maxsize=2)
 def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the windows 0 to n - 1 in an order that depends on these numbers alone, as uint32."""
+    """Return the windows 0 to n - 1, shuffled as these numbers alone decide, (n,) uint32."""
     # RandomState, because NumPy promises that its numbers never change between versions
     return np.random.RandomState((seed, epoch)).permutation(np.arange(n, dtype=np.uint32))
 
@@ -388,7 +388,7 @@ class DataLoaderLite:
         self.T = args.seq_len
         self.seed = args.seed if split == "train" and args.shuffle else None
         self.process = process
-        self.ahead = {}  # {(start, stop): batch}
+        self.ahead = {}  # {(start, stop): batch}, loaded early
         files = [path for path in Path(args.data_dir).glob("*") if path.suffix in (".npy", ".bin")]
         word = rf"(?<![a-z]){split}(?![a-z])"  # train or val, and not the val in retrieval
         paths = sorted(path for path in files if re.search(word, path.stem, re.IGNORECASE))
@@ -399,8 +399,8 @@ class DataLoaderLite:
         require(tokenizer == config.tokenizer, f"{found}, the model reads {config.tokenizer}")
         self.shards = [(path, *read_header(path)) for path in paths]
         self.lengths = {path.name: n for path, _, n in self.shards}  # in tokens
-        windows = [max(0, n - 1) // self.T for _, _, n in self.shards]
-        self.firsts = np.cumsum([0, *windows])  # the number of windows before each shard
+        counts = [max(0, n - 1) // self.T for _, _, n in self.shards]  # of windows
+        self.firsts = np.cumsum([0, *counts])  # the number of windows before each shard
         self.windows = int(self.firsts[-1])  # in an epoch
         require(self.windows > 0, f"no {split} shard has {self.T + 1} tokens: lower --seq_len")
 
@@ -409,7 +409,7 @@ class DataLoaderLite:
         the device. All processes get equally many; spare rows have targets of -1."""
         for start in windows[:: self.B * self.process.world_size]:
             yield self.ahead.pop((start, windows.stop), None) or self.load(start, windows.stop)
-        # While the GPU computes with the last batch, load the first one of the next step
+        # While the GPU computes with the last batch, load the first of the next step, if any
         following = (windows.stop, windows.stop + len(windows))
         self.ahead = {following: self.load(*following)}
 
@@ -421,13 +421,13 @@ class DataLoaderLite:
         if self.process.device.type == "cuda":
             rows = rows.pin_memory()  # only from there, a copy to the GPU runs asynchronously
         rows = rows.to(self.process.device, non_blocking=rows.is_pinned())
-        x = rows[:, :-1].clone()  # y is written to below
+        x = rows[:, :-1].clone()  # not a view, because y is written to below
         y = rows[:, 1:].contiguous()  # the target of each token is the token after it
         y[max(0, stop - mine) :] = -1
         return x, y
 
     def get_window(self, number: int) -> np.ndarray:
-        """Return window `number` of the run, (T + 1,) uint16. There is no position to save."""
+        """Return window `number` of the run, (T + 1,) uint16. The number alone says where it is."""
         epoch, i = divmod(number, self.windows)  # a batch may reach into the next epoch
         if self.seed is not None:
             i = int(window_order(self.windows, self.seed, epoch)[i])
@@ -473,7 +473,7 @@ SCRIPT = Path(__file__).read_text("utf-8")  # as it runs: the file may be edited
 
 
 def read_section(script: str, title: str) -> str:
-    """Return the code, without comments, of the section of a script that has this title."""
+    """Return the syntax tree, without comments, of the section of a script that has this title."""
     parts = ["#" + part for part in script.split("\n# ---- ") if part.startswith(title)]
     return ast.dump(ast.parse("".join(parts)))
 
@@ -506,7 +506,7 @@ class Process:
 
     @contextmanager
     def eager(self) -> Iterator:
-        """Autocast without torch.compile and cuDNN's attention, which both plan for every shape."""
+        """Autocast without torch.compile and cuDNN's attention, which are slow at new lengths."""
         backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with torch.compiler.set_stance("force_eager"), sdpa_kernel(backends), self.autocast():
             yield
@@ -520,7 +520,7 @@ class Process:
 
 
 def whole(p: Tensor) -> Tensor:
-    """Return the whole of a tensor, sharded (a DTensor) or not. All processes call this."""
+    """Return the whole of a tensor, sharded (a DTensor) or not. All processes must call this."""
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
@@ -536,8 +536,8 @@ def setup_process(args) -> Process:
     rank = int(os.environ.get("RANK", 0))  # torchrun sets it, counting over all machines
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    found = f"--device {args.device}: this machine has {best.type}"
-    require(args.device in ("auto", "cpu", best.type), found)
+    message = f"--device {args.device}: this machine has {best.type}"
+    require(args.device in ("auto", "cpu", best.type), message)
     device = best if args.device == "auto" else torch.device(args.device)
     device_name = device.type  # "cuda" is an NVIDIA or AMD GPU, "mps" Apple's
     capability = (0, 0)
@@ -549,7 +549,7 @@ def setup_process(args) -> Process:
     if world_size > 1:
         store, _, _ = next(dist.rendezvous("env://"))  # at the address that torchrun has set
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # After a restart, this store still has the old addresses. (More machines: CLUSTERS.md)
+            # torchrun's store outlives a restart, with the old addresses. (See .github/CLUSTERS.md)
             store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         backend = dist.get_default_backend_for_device(device)  # nccl or gloo
         wait = timedelta(hours=1)  # while the first process writes a large checkpoint
@@ -564,8 +564,8 @@ def setup_process(args) -> Process:
         dtype = "bfloat16" if capability >= (8, 0) else dtype
     # high: TF32, with 10 bits of mantissa, in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-    # PyTorch's cache of compiled graphs knows neither autocast's dtype (in 2.11) nor the text of an
-    # operator. Without this tag, a start could get the graph of another dtype, or of an old loss
+    # PyTorch's cache of compiled graphs knows neither autocast's dtype (in 2.11) nor the code of a
+    # kernel. Without this tag, a start could get the graph of another dtype, or of an old loss
     torch.compiler.config.cache_key_tag = dtype + read_section(SCRIPT, "appendix A")
     compile = args.compile  # fuses small operations into few kernels, which saves memory traffic
     if compile is None:
@@ -607,14 +607,14 @@ def print_samples(model, args, process):
 
 
 def is_due(step, every, args) -> bool:
-    """Return whether a task of each `every` steps (0: never), and of the last step, is due."""
+    """Return whether a task is due that is done every `every` steps (0: never) and at the end."""
     return every > 0 and (step % every == 0 or step == args.max_steps)
 
 
 def evaluate(model, step, loader, examples, log, process):
     """Validate, score HellaSwag's examples and print samples, whichever are due."""
     args = log.args
-    is_new = step == 0 and args.init_from == "scratch"  # new weights write and score by chance
+    is_new = step == 0 and args.init_from == "scratch"  # untrained weights write noise
     model.eval()
     if is_due(step, args.val_every, args):
         val = f"{validate(model, loader, args.val_tokens, process):.4f}"
@@ -630,7 +630,7 @@ def evaluate(model, step, loader, examples, log, process):
     if is_due(step, args.sample_every, args) and not is_new:
         print_samples(model, args, process)
     model.train()
-    log.begin = time.perf_counter()  # the next step begins only now
+    log.begin = time.perf_counter()  # dt counts no saving and no evaluation
 
 
 # ---- the log, and how much of the GPU's peak speed is used --------------------------------------
@@ -657,14 +657,14 @@ def peak_tokens_per_second(model, T: int, process):
 
 
 def list_checkpoints(log_dir) -> list:
-    """Return the checkpoints in log_dir, oldest first. stem[6:] is the step, behind "model_"."""
-    paths = [path for path in Path(log_dir).glob("model_*.pt") if path.stem[6:].isdecimal()]
-    return sorted(paths, key=lambda path: int(path.stem[6:]))
+    """Return the checkpoints in log_dir, oldest first."""
+    paths = {path.stem.removeprefix("model_"): path for path in Path(log_dir).glob("model_*.pt")}
+    return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
 
 
 class Log:
     """The console, which shows about one step a second, and log.txt, which has them all. Its lines
-    are records: step, stream (val, hella, train, lr, norm, dt), value."""
+    are records: step, stream (such as train, val or dt), value."""
 
     def __init__(self, state, args, process):
         self.args = args
@@ -764,12 +764,12 @@ def save_checkpoint(state, data: dict, args, process):
         if args.keep > 0:
             for old in list_checkpoints(args.log_dir)[: -args.keep]:
                 old.unlink()
-    process.gather()  # all wait for the file: when one process has ended, torchrun ends the others
+    process.gather()  # all wait for the file, because torchrun ends all when one has ended
 
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # Bit for bit with the same B, dtype and processes, on a GPU with use_deterministic_algorithms
+    # Exact, if B, dtype and processes are the same (on a GPU: and use_deterministic_algorithms)
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -777,7 +777,7 @@ def restore_state(state, saved: dict):
     for old, group in zip(saved["optimizer"]["param_groups"], groups, strict=True):
         # The code and the flags decide these, for example betas and weight_decay
         old |= {name: value for name, value in group.items() if name != "params"}
-        group |= {name: old[name] for name in old.keys() - group.keys()}  # what a fork keeps there
+        group |= {name: old[name] for name in old.keys() - group.keys()}  # of your own
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
@@ -787,7 +787,7 @@ def restore_state(state, saved: dict):
 
 def load_weights(model, weights: dict):
     """Set all weights of a model, sharded or not, to the whole tensors of a checkpoint."""
-    others = sorted(model.state_dict().keys() ^ weights.keys())  # which dcp would leave as they are
+    others = sorted(model.state_dict().keys() ^ weights.keys())  # in one only: dcp ignores them
     require(not others, f"not the weights of a {type(model).__name__}: {others[:3]} differ")
     with loading(f"a {type(model).__name__} with these weights"):
         dcp.set_model_state_dict(model, weights, options=FULL)
@@ -834,8 +834,8 @@ def make_config(args, source) -> GPTConfig:
     else:
         require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
         config = replace(GPTConfig(*SIZES[args.model][:4]), **read_meta(args.data_dir) | flags)
-    found = f"--seq_len {args.seq_len}: the context is {config.block_size} tokens"
-    require(args.seq_len <= config.block_size, found)
+    message = f"--seq_len {args.seq_len}: the context is {config.block_size} tokens"
+    require(args.seq_len <= config.block_size, message)
     return config
 
 
@@ -845,7 +845,7 @@ def choose_batch_size(config, args, process) -> int:
         return args.batch_size or 16
     T = args.seq_len
     sequences, rest = divmod(args.total_batch_size, T)
-    require(sequences > 0 == rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
+    require(sequences and not rest, f"--total_batch_size: expected a multiple of --seq_len {T}")
     require(sequences >= process.world_size, f"--total_batch_size: only {sequences} sequences")
     most = args.batch_size or max(1, 8192 // T)  # 8192 tokens at a time keep a CPU busy
     if process.device.type == "cuda" and not args.batch_size:
@@ -855,7 +855,7 @@ def choose_batch_size(config, args, process) -> int:
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
-        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU; float32 makes 20
+        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU. float16 takes 20
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
@@ -876,7 +876,7 @@ def make_state(config, source, args, process) -> State:
     # With bfloat16 the residual stream is bfloat16 too: additions and LayerNorms are limited by
     # memory bandwidth, and this saves 4 to 6% of the time. float16 could overflow
     residual_dtype = torch.bfloat16 if process.dtype == "bfloat16" else torch.float32
-    torch.manual_seed(args.seed)  # for what a fork draws in a constructor
+    torch.manual_seed(args.seed)  # for a constructor that draws weights itself
     # Made on the CPU and not yet written to, weights take no memory, however large the model is
     model = GPT(config, args.recompute, residual_dtype, seed=None)
     if args.zero > 0 and process.world_size > 1:
@@ -886,7 +886,7 @@ def make_state(config, source, args, process) -> State:
         mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
         for part in [*model.transformer.h, model]:
             if process.compile and part is not model:
-                part.compile(dynamic=False)  # gathering cannot be a part of a compiled graph
+                part.compile(dynamic=False)  # each alone: a graph cannot gather
             fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
     else:
         model.to(process.device)
@@ -909,14 +909,14 @@ def make_state(config, source, args, process) -> State:
 def prepare(args, source, process) -> tuple:
     """Do all that can fail before the first step, then --overwrite. Return what `train` takes."""
     if process.rank > 0:
-        process.gather()  # the first process downloads, and others find the files
+        process.gather()  # wait: the first process downloads, and the others find the files
     if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
         import fineweb
 
         fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
     config = make_config(args, source)
     if args.max_steps > 0:
-        DataLoaderLite("train", 1, config, args, process)  # are there data, before any download?
+        DataLoaderLite("train", 1, config, args, process)  # fails before any download
     if args.sample_every > 0 or process.hellaswag_every > 0:
         get_tokenizer(config.tokenizer)
     train_loader = val_loader = examples = None  # what is not needed
@@ -924,10 +924,10 @@ def prepare(args, source, process) -> tuple:
         import hellaswag
 
         path = hellaswag.fetch()
-        with loading(path):  # of longer rows, the end is kept
+        with loading(path):  # of examples beyond seq_len, the end is kept
             examples = hellaswag.load(path, get_tokenizer(config.tokenizer), args.seq_len)
     if process.rank == 0:
-        process.gather()
+        process.gather()  # now the others
     B = min(process.gather(choose_batch_size(config, args, process)))  # GPUs may differ
     if args.max_steps > 0:
         train_loader = DataLoaderLite("train", B, config, args, process)
@@ -937,7 +937,7 @@ def prepare(args, source, process) -> tuple:
         val_loader = DataLoaderLite("val", B, config, args, process)
     if args.resume:
         require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
-    # Each machine has its own command line and disk, on which folders may have other names
+    # Each machine has its own command line. Folders may have other names there: 0 stands for them
     facts = {"step": source["step"] if args.resume else 0, "precision": process.dtype}
     facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
     facts |= vars(args) | {"data_dir": 0, "log_dir": 0, "hellaswag_every": process.hellaswag_every}
@@ -982,7 +982,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
     """Train, and return the exit status: 0, or 128 plus the number of a signal."""
     model = state.model  # what the training loop calls
     if process.world_size > 1 and args.zero == 0:
-        model = DDP(state.model, gradient_as_bucket_view=True)  # averages gradients where they are
+        model = DDP(state.model, gradient_as_bucket_view=True)  # averages gradients, without copies
     log = Log(state, args, process)
     signals = []
     if train_loader:
@@ -1012,7 +1012,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
-        torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for dropout
+        torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for a dropout
         windows = get_windows(step, args)
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
         # DDP and FSDP average over the processes, which makes this the mean over all tokens
@@ -1055,8 +1055,8 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
-    if args.max_steps > 0 < args.save_every:  # another seed, for other texts than before
-        print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
+        if args.save_every > 0:  # another seed writes other texts
+            print0(f"next: python {sys.argv[0]} --sample --init_from {args.log_dir} --seed 1")
     return 0
 
 
@@ -1071,7 +1071,7 @@ QUICKSTART = {
 }  # fmt: skip
 
 # heading: {flag: (type or choices, default, help)}. To add a flag, add a line; its heading says if
-# the value in a checkpoint is kept. A None is replaced in derive_defaults or in setup_process
+# the value in a checkpoint is kept. A None is replaced in derive_defaults or setup_process
 FLAGS = {
     "the model: kept with its weights; --resume refuses other values": {
         "model": (str, "d12", f"size of a new model: {', '.join(SIZES)}"),
@@ -1111,7 +1111,7 @@ FLAGS = {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
         "compile": (bool, None, "use torch.compile (default: on CUDA, if Triton is installed)"),
-        "batch_size": (int, 0, "B: sequences at a time, 0: what fits; halve it to save memory"),
+        "batch_size": (int, 0, "B: most sequences at a time, 0: what fits; less saves memory"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
         "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
     },
@@ -1155,7 +1155,7 @@ def decide_args(argv: list) -> tuple[Namespace, dict]:
     first that has it: the command line, the source, QUICKSTART, derive_defaults, FLAGS."""
     args = parse(argv)
     preset = QUICKSTART if args.quickstart else {}
-    if args.sample or args.export_hf:  # nothing but samples. The last value of a flag counts
+    if args.sample or args.export_hf:  # no training. The last value counts
         argv = [*argv, "--max_steps=0", "--val_every=0", "--hellaswag_every=0", "--sample_every=1"]
     source, kept = find_source(parse(argv, preset))
     args = parse(argv, preset, kept)
@@ -1189,8 +1189,8 @@ def find_source(args) -> tuple[dict, dict]:
 def derive_defaults(args) -> dict:
     """Return the defaults that depend on other flags."""
     *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])  # a folder's model has no size
-    # Short runs end lower with small steps: 2000 steps have 2**16 tokens, 4000 have 2**17, 19073
-    # have 2**19 = 524288, as GPT-3's. See tests/benchmarks/runs
+    # Short runs end lower with small steps: 2000 steps of 2**16 tokens, 4000 of 2**17, 19073 of
+    # 2**19 = 524288, as GPT-3's. (27.5 is 2**19 / 19073.) See tests/benchmarks/runs
     exponent = round(math.log2(27.5 * max(1, args.max_steps)))
     tokens = args.total_batch_size or 2 ** min(19, max(15, exponent))
     # An evaluation every 131M tokens, which are 250 steps of 2**19, takes about 4% of the time
@@ -1253,7 +1253,7 @@ def main(argv=None):
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        # At once: after a mistake the others may wait, and a thread of PyTorch may crash an exit
+        # Without Python's cleanup, which could wait for the others, or crash in a thread of PyTorch
         os._exit(status)
     sys.exit(status)
 
