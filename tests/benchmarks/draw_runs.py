@@ -46,7 +46,7 @@ def draw(logs: list[Path], png: str) -> None:
         batches = {int(streams["total_batch_size"][0]) for _, streams in runs}
         same = f", batches of {min(batches):,}" if len(batches) == 1 else ""
         axis.set_title(f"{tokens}M tokens{same}", fontsize=10, loc="left")
-        axis.set(xlabel="minutes of one H100", xlim=0, ylim=(3.2, 5.2))
+        axis.set(xlabel="minutes on one H100", xlim=0, ylim=(3.2, 5.2))
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
     axes[0].set_yticks([3.5, 4, 4.5, 5])
