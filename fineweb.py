@@ -9,8 +9,8 @@ python fineweb.py --files 'texts/*.jsonl' --out mine    # .jsonl, .txt (.gz, .xz
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 slices of the files
 
-A shard is a 1-D array of uint16 tokens. Each document in it is its <|endoftext|> token followed by
-the tokens of its text. A killed run continues with the same command, to the same bytes."""
+A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
+text, and may be cut by shards. A killed run continues with the same command, to the same bytes."""
 
 import argparse
 import ast
@@ -22,13 +22,13 @@ import json
 import lzma
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import islice
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -57,13 +57,13 @@ def require(condition: object, message: str) -> None:
 
 
 @contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Turn any error into a UserError that names the place: few libraries say which file it was."""
+def naming(what: str) -> Iterator[None]:
+    """Turn any error into a UserError that names `what`: few libraries say which file it was."""
     try:
         yield
     except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"{place}: {kind}{error}") from error
+        raise UserError(f"{what}: {kind}{error}") from error
 
 
 def write_file(path: str, content: bytes) -> None:
@@ -97,9 +97,9 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 # ---- sources: which files there are, and the batches of texts in them ----------------------------
 # The main process cuts files into batches. A batch is a function that a worker calls: parse_lines
-# on some lines, or read_group, which reads a row group from the disk or the hub. It returns texts.
-# The first text continues the last document of the batch before it, or is empty. Every other text
-# is a new document.
+# on some lines, list on some texts, or read_group, which reads a row group from disk or hub.
+# It returns texts. The first one continues the last document of the batch before it, or is empty.
+# Every other text is a new document.
 
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
@@ -107,12 +107,12 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
     if args.dataset == "pydocs":
         return {"pydocs": [sys.version.split()[0]]}
     # Addresses on the hub name a commit: hf://datasets/NAME@COMMIT/sample/10BT/000_00000.parquet.
-    # All starts and all parts in a folder read the commit of the first one
+    # All starts and all parts in a folder read the commit of the first that wrote a chunk
     if args.dataset and metas:
         return next(iter(metas.values())).get("files", {})
     paths = {}
     for pattern in args.files or []:
-        matches = sorted(glob.glob(pattern, recursive=True))
+        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
         require(matches, f"--files {pattern}: there is no such file")
         paths |= {os.path.realpath(path): path for path in matches}  # a file may have two names
     files = {p: [os.path.getsize(p), os.stat(p).st_mtime_ns] for p in sorted(paths.values())}
@@ -216,7 +216,7 @@ def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
 
 
 def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
-    """Yield the batches of one document, which may be larger than the memory."""
+    """Yield the batches of one document. If it has lines, it may be larger than the memory."""
     yield partial(list, ["", ""])
     rest = ""
     number = 1
@@ -248,7 +248,7 @@ def read_pydocs() -> Iterator[str]:
         text = text.translate(str.maketrans("‘’“”–\t", "''\"\"- ")).strip("\n")
         new = []
         for paragraph in map(str.rstrip, re.split(r"\n\s*\n", text)):
-            if len(paragraph) < 60 or paragraph not in seen:
+            if len(paragraph) < 60 or paragraph not in seen:  # short ones may repeat
                 new.append(paragraph)
             seen.add(paragraph)
         text = "\n\n".join(new) + "\n"
@@ -269,14 +269,14 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken fails on longer ones."""
+    """Yield a text in pieces of at most BATCH_SIZE characters. (tiktoken fails on 1M blanks.)"""
     # GPT-2's pattern always splits a text before a blank or a line end that a word follows, so the
     # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place
-    place = re.compile(r"(?s:.+)(?=[ \n]\S)")
+    until_break = re.compile(r"(?s:.+)(?=[ \n]\S)")
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
-        if found := place.match(text, start, end):
+        if found := until_break.match(text, start, end):
             end = found.end()
         yield text[start:end]
         start = end
@@ -293,21 +293,21 @@ def read_batches(files: list[str], text_key: str, position: list[int]) -> Iterat
 
 
 def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
-    """Return the tokens of a batch."""
+    """Return the tokens of a batch, whose first text continues a document."""
     enc = get_tokenizer(tokenizer)
-    parts = []
+    pieces = []
     with naming(address):
         for text in batch():
             require(isinstance(text, str), f"expected a text, found {type(text)}")
-            parts.append([enc.eot_token])
+            pieces.append([enc.eot_token])
             # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
-            parts += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
-    return np.concatenate(parts[1:], dtype=np.uint16, casting="unsafe")  # from uint32
+            pieces += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
+    return np.concatenate(pieces[1:], dtype=np.uint16, casting="unsafe")
 
 
 def work(pipe: connection.Connection, tokenizer: str) -> None:
     """Encode the batches that arrive by a pipe, in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process
     answer = None  # the first one says that this worker is ready
     with suppress(EOFError, OSError):  # the main process has ended, in whatever way
         while True:
@@ -321,10 +321,10 @@ def work(pipe: connection.Connection, tokenizer: str) -> None:
 def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
     """Yield ([file, batch], tokens) of all batches, in order, encoded by this many processes."""
     if workers == 1:
-        yield from ((place, encode(tokenizer, *batch)) for place, *batch in batches)
+        yield from ((place, encode(tokenizer, *job)) for place, *job in batches)
         return
-    busy = {}  # {pipe to a worker: [place, None] of its batch}, the oldest batch first
-    # Processes, because Python's lock limits threads. A fork would copy locks that threads hold
+    busy = {}  # {pipe to a worker: [place, None] of its batch, also in `waiting`}, oldest first
+    # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
     context = get_context("spawn")
     for _ in range(workers):
         pipe, other = context.Pipe()
@@ -341,9 +341,9 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
                 result[1] = pipe.recv()
                 if isinstance(result[1], UserError):
                     raise result[1]
-                for place, *batch in islice(batches, 1):  # none at the end
-                    pipe.send(batch)
-                    busy[pipe] = [place, None]
+                if following := next(batches, None):
+                    pipe.send(following[1:])
+                    busy[pipe] = [following[0], None]
                     waiting.append(busy[pipe])
             while waiting and waiting[0][1] is not None:
                 yield waiting.pop(0)
@@ -368,14 +368,14 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
     """Fill chunk after chunk from the position in meta.json on."""
     files = list(meta["files"])[args.part - 1 :: args.parts]  # every N-th, from the I-th on
     position = meta["progress"]["position"]
-    total = count_tokens(meta)  # tokens of all documents so far
+    total = count_tokens(meta)  # tokens of this part so far
     budget = args.max_tokens or sys.maxsize
     chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
     batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
     with ThreadPoolExecutor(1) as writer:
-        saved = writer.submit(int)  # the last chunk's task: there is none yet
+        saved = writer.submit(int)  # the chunk before: at first none, and int() returns
         for place, tokens in batches:
-            start = position[2] * (place == position[:2])  # the first batch may be partly written
+            start = position[2] if place == position[:2] else 0  # the first may be partly written
             while start < len(tokens) and total < budget:
                 filled = total % args.shard_size  # tokens in the chunk
                 # Up to the end of the batch, of the chunk, or of the budget
@@ -403,7 +403,7 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
         # Before the first shard, so that a start with other options finds this and is refused
         os.makedirs(args.out, exist_ok=True)
         write_file(args.meta_path, json.dumps(meta, indent=1).encode())
-    for split, chosen in (("val", is_val), ("train", ~is_val)):  # masks
+    for split, chosen in (("val", is_val), ("train", ~is_val)):
         if chosen.any():
             name = f"{split}{args.suffix}_{chunks:06d}.npy"
             shard = io.BytesIO()
@@ -417,13 +417,13 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
-    # Documents are cut into pieces of at most 1/32 of the tokens so far, which suits small corpora.
-    # A piece is validation data if validation has no more than its share of the tokens so far
+    # Documents are cut into pieces of 16 to 8192 tokens, 1/32 of those so far: even a small corpus
+    # gives some of everything. A piece is for validation if this has no more than its share so far
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
     # All of the validation is in the first part, which can be read without the others
-    limit = args.val_tokens * (args.part == 1) * (args.val_share > 0)
+    limit = args.val_tokens if args.part == 1 and args.val_share > 0 else 0
     ends = np.append(np.flatnonzero(tokens == meta["eot"]), len(tokens))  # of documents
     start = 0
     for end in ends.tolist():
@@ -489,17 +489,17 @@ def find_meta(args: argparse.Namespace) -> dict:
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
     """Return the next command, which suits the amount of text."""
-    command = f"python train_gpt2.py --data_dir {args.out}"
+    command = f"python train_gpt2.py --data_dir {shlex.quote(args.out)}"
     if args.parts > 1:
         return f"when all {args.parts} parts are done: {command}"
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
-    command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out))
+    command += " --log_dir " + shlex.quote("log/" + os.path.basename(os.path.abspath(args.out)))
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
     if train >= 10**8:
-        # A step has about 27.5 * max_steps tokens, so this many steps make about four epochs
+        # train_gpt2.py's steps have about 27.5 * max_steps tokens: so many make about four epochs
         steps = round((4 * train / 27.5) ** 0.5)
         return f"next: {command} --optimizer muon --max_steps {steps}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
@@ -509,7 +509,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and fill in the defaults that depend on other options."""
     parser = argparse.ArgumentParser("fineweb.py", description=__doc__.split("\n")[0])
-    parser.error = partial(require, False)  # one line instead of argparse's several
+    parser.error = partial(require, False)  # raises UserError: one line, not argparse's several
     add = parser.add_argument
     add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
@@ -517,7 +517,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
-    add("--shard_size", type=int, default=10**8, help="tokens a chunk (default %(default)s)")
+    add("--shard_size", type=int, default=10**8, help="of train + val shard (default %(default)s)")
     add("--val_tokens", type=int, help="validation tokens (default shard_size or max_tokens / 10)")
     add("--val_share", type=float, help="their share (default 0.1; FineWeb: 1, up to val_tokens)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
@@ -525,28 +525,26 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, help="processes (default: one a core; hub: three for two cores)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
-    if not args.files:
-        args.dataset = args.dataset or FINEWEB
-    if args.dataset == FINEWEB:
-        args.name = args.name or "sample-10BT"
+    args.dataset = args.dataset or (None if args.files else FINEWEB)
+    args.name = args.name or ("sample-10BT" if args.dataset == FINEWEB else None)
     args.out = args.out or FOLDERS.get((args.dataset, args.name))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
     require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
     args.part, args.parts = map(int, part.groups())
     # Parts share a folder, so their files have names of their own
-    args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" * (args.parts > 1)
+    args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
-    args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
+    args.tokenizer = args.tokenizer or ("bytes" if args.dataset == "pydocs" else "gpt2")
     if args.workers is None:
         # A job may use some cores only. While a worker waits for the hub, another can use its core
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
-    smallest = min(args.shard_size, args.workers, args.max_tokens or 1)
-    require(smallest > 0, "--shard_size, --workers and --max_tokens are at least 1")
+    for n in (args.shard_size, args.workers, args.max_tokens):
+        require(n is None or n > 0, "--shard_size, --workers and --max_tokens are at least 1")
     if args.val_share is None:
         # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
-        args.val_share = float(args.dataset == FINEWEB) or 0.1
+        args.val_share = 1.0 if args.dataset == FINEWEB else 0.1
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
     return args
@@ -565,7 +563,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
-        require(train or args.parts > 1, "no tokens to train on: add files, or lower --val_share")
+        require(train or args.parts > 1, "no training tokens: use more files, and another --out")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
             print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")
@@ -574,6 +572,8 @@ def main(argv: list[str] | None = None) -> None:
     except (UserError, OSError) as error:
         print("fineweb.py:", *str(error).split(), file=sys.stderr)  # all its lines as one
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 plus SIGINT's number
 
 
 if __name__ == "__main__":

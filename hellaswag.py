@@ -42,8 +42,7 @@ from torch.nn.utils.rnn import pad_sequence
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
-# Tokens in a forward pass. Their logits are 0.8 GB in bfloat16 on a GPU, 0.2 GB in float32 on a CPU
-BATCH_TOKENS = {"cuda": 2**13, "mps": 2**12, "cpu": 2**10}
+BATCH_TOKENS = {"cuda": 2**13, "mps": 2**12, "cpu": 2**10}  # in a forward pass
 
 
 class UserError(ValueError):
@@ -173,7 +172,7 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
             if convention == "harness":
                 lengths[-4:] = data["characters"]
             labels.append(label)
-    except (LookupError, TypeError, ValueError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: example {len(labels) + 1} is malformed ({error!r})") from error
     require(labels, f"{path} holds no examples")
     rows.sort(key=lambda row: -len(row[1]))  # equal lengths need no padding
@@ -181,11 +180,11 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
 
 
 @torch.no_grad()
-def score(losses, examples, device, rank=0, world_size=1) -> Score:
-    """Return how many endings a model chooses correctly. The function `losses` is the model: it
-    takes inputs and targets (B, T), and returns token_losses. Every process must call this."""
+def score(model, examples, device, rank=0, world_size=1) -> Score:
+    """Return how many endings a model chooses correctly. It takes inputs and targets (B, T), and
+    returns token_losses. Every process must call this."""
     rows = examples.rows
-    limit = BATCH_TOKENS[torch.device(device).type]
+    limit = BATCH_TOKENS.get(torch.device(device).type, 2**12)
     starts = [0]  # of the batches
     while starts[-1] < len(rows):
         longest = len(rows[starts[-1]][1])  # T: rows are padded to the length of their first one
@@ -201,12 +200,12 @@ def score(losses, examples, device, rank=0, world_size=1) -> Score:
         indices, x, y = zip(*rows[starts[batch] : starts[batch + 1]], strict=True)
         x = pad_sequence(x, batch_first=True)
         y = pad_sequence(y, batch_first=True, padding_value=-1)
-        result = losses(x.to(device), y.to(device)).sum(dim=1)
+        result = model(x.to(device), y.to(device)).sum(dim=1)
         if batch == step + rank:
             sums[torch.tensor(indices, device=device)] = result
     if world_size > 1:
         dist.all_reduce(sums)  # an ending is zero in all processes but one
-    # build-nanogpt's get_most_likely_row is the second argmin: the lowest loss per token
+    # acc_norm is build-nanogpt's get_most_likely_row, which takes the lowest loss per token
     sums = sums.cpu().double().view(-1, 4)
     acc = (sums.argmin(dim=1) == examples.labels).sum()
     acc_norm = ((sums / examples.lengths).argmin(dim=1) == examples.labels).sum()
@@ -214,12 +213,13 @@ def score(losses, examples, device, rank=0, world_size=1) -> Score:
 
 
 def load_model(name, device, dtype):
-    """Return the function `losses` that score takes, and the length of the model's context."""
+    """Return a model, as score takes it, and the length of its context."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     config = model.config
-    require(config.vocab_size >= 50257, f"{name} has {config.vocab_size} tokens, GPT-2 has 50257")
+    is_gpt2 = 50257 <= config.vocab_size < 51200  # some models pad the vocabulary
+    require(is_gpt2, f"{name} has {config.vocab_size} tokens, GPT-2 has 50257")
     # cuDNN's attention spends time on a plan for every new shape
     torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(False):
@@ -257,11 +257,11 @@ def run(argv) -> None:
         dist.init_process_group(dist.get_default_backend_for_device(device))
 
     path = args.data or fetch()  # all processes may do this at once, as the file appears whole
-    losses, block_size = load_model(args.model, device, args.dtype)
+    model, block_size = load_model(args.model, device, args.dtype)
     gpt2 = tiktoken.get_encoding("gpt2")
     for convention in ("build-nanogpt", "harness"):
         examples = load(path, gpt2, block_size, convention, args.examples)
-        result = score(losses, examples, device, rank, world_size)
+        result = score(model, examples, device, rank, world_size)
         if rank == 0:
             print(result, flush=True)
     if world_size > 1:

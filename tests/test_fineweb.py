@@ -318,11 +318,11 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
         process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
         lines, error = process.communicate(timeout=60)  # ends when all processes have ended
         errors += error
-        assert process.returncode == status, errors
+        assert process.returncode == (130 if status == -signal.SIGINT else status), errors
         assert_whole(tmp_path / "out")
     server.shutdown()
     assert "the same command continues" in lines and "\nnext: python" in lines
-    assert lines.count("HF_TOKEN") == 1 and not error and "KeyboardInterrupt" in errors
+    assert lines.count("HF_TOKEN") == 1 and not error and "KeyboardInterrupt" not in errors
     assert 50 < next(hub.reads) < 80
     whole = contents(build(tmp_path / "*.parquet", tmp_path / "whole", *OPTIONS))
     assert contents(tmp_path / "out") == whole | {"meta.json": ANY}
@@ -369,7 +369,7 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     # piece, of which 12 tokens are left to val_tokens
     assert read_split(out, "val") == to_tokens(["a" * 15, "e" * 15, "i" * 11])
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
-    assert "no tokens to train on" in refuse(files, tmp_path / "all", "--val_share", 1)
+    assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
     assert "\n124 tokens are too few" in capsys.readouterr().out
     build(write_jsonl(tmp_path / "many.jsonl", ["many" * 30_000]), tmp_path / "many")
     assert "too few" not in capsys.readouterr().out
@@ -511,7 +511,7 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
 
 GOOD = b'{"text": "a"}\n'
 WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "
-WRONG += "--workers 0; --shard_size 0; --max_tokens many; --tokenizer gpt4"
+WRONG += "--workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4"
 MISTAKES = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
 MISTAKES += [  # the name and content of a file, options, what the line says
     ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
