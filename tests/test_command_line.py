@@ -123,6 +123,24 @@ def test_hellaswag_is_left_out_on_a_cpu_unless_it_is_asked_for(monkeypatch, give
     assert train_gpt2.setup_process(args).hellaswag_every == gpu
 
 
+@pytest.mark.parametrize("capability, dtype, precision", [
+    ((8, 0), "bfloat16", "high"), ((7, 5), "float16", "high"), ((6, 1), "float32", "highest"),
+])  # fmt: skip
+def test_a_gpu_is_that_of_local_rank_and_its_precision_what_it_can(
+    monkeypatch, capability, dtype, precision
+):
+    """RANK counts over all machines. In float32, no product is rounded to TF32."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": capability}
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    process = train_gpt2.setup_process(defaults(device="auto"))
+    assert (process.rank, process.device, process.dtype) == (9, torch.device("cuda", 1), dtype)
+    assert torch.get_float32_matmul_precision() == precision
+
+
 def test_defaults_follow_the_model_and_the_optimizer():
     """GPT-3's rate for the size, its context, Muon's recipe, a warmup of a third of a short run.
     --quickstart is a set of flags that replaces its own earlier run, and no other."""
@@ -134,6 +152,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
     assert defaults(model="gpt3:c768").seq_len == 2048
     args = defaults(model="d24", optimizer="muon")
     assert args.max_lr == pytest.approx(3e-3) and args.final_lr_frac == 0
+    assert args.schedule == "linear"
     assert defaults(schedule="constant", optimizer="muon").schedule == "constant"
     args = defaults(quickstart=True, max_steps=3, log_dir=QUICKSTART["log_dir"])
     assert vars(args).items() >= (QUICKSTART | {"max_steps": 3}).items() and args.overwrite

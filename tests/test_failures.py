@@ -231,6 +231,8 @@ def test_a_model_that_this_script_or_the_data_does_not_fit_is_named(old, shards,
     ):
         torch.save(content, old / "other.pt")
         assert refused(message, *flags), message
+    message = "another model than the weights: {'model': 'd6'}"
+    assert refused(message, *flags, "--init_from", old, "--model", "d6")
     (shards / "meta.json").unlink()
     flags = ["--data_dir", shards, "--init_from", old, "--log_dir", tmp_path / "new"]
     assert refused("has tokens of gpt2, the model reads bytes", *flags, "--max_steps", 1)

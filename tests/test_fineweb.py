@@ -23,7 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from operator import length_hint
 from pathlib import Path
-from unittest.mock import ANY, DEFAULT, Mock, patch
+from unittest.mock import ANY, DEFAULT, MagicMock, Mock, patch
 
 import numpy as np
 import pyarrow
@@ -310,6 +310,8 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     command = [sys.executable, ROOT / "fineweb.py", "--dataset", "me/docs", "--tokenizer", "bytes"]
     command += [*map(str, OPTIONS), "--workers", "2", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell's & lets SIGINT be ignored
+    pipes["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     errors = ""
     ends = {-signal.SIGKILL: {7: "cut", 25: "stop"}, -signal.SIGINT: {9: "stop"}}
     for status, events in (ends | {0: {4: "cut", 9: "busy"}}).items():
@@ -567,6 +569,45 @@ def test_uv_run_installs_what_a_script_imports(name):
     assert {package.name for package in needed} == imported & pins.keys()
     assert all(pins[package.name] in package.specifier for package in needed)
     assert block["requires-python"] == ">=3.11"
+
+
+def test_validation_is_a_tenth_of_a_small_dataset():
+    """Of FineWeb it is the first shard, but no more than a tenth of --max_tokens."""
+    for argv, val_tokens in (
+        ("", 10**8),
+        ("--max_tokens 150000000", 15 * 10**6),
+        ("--max_tokens 9000000000", 10**8),
+    ):
+        args = fineweb.parse_args(argv.split())
+        assert (args.val_share, args.val_tokens) == (1.0, val_tokens)
+
+
+def test_two_stars_stand_for_folders_of_any_depth(tmp_path):
+    (tmp_path / "x/y").mkdir(parents=True)
+    for name in ("a", "x/b", "x/y/c"):
+        write_jsonl(tmp_path / f"{name}.jsonl", [name])
+    out = build(tmp_path / "**/*.jsonl", tmp_path / "out", "--val_share", 0)
+    assert read_split(out, "train") == to_tokens(["a", "x/b", "x/y/c"])
+
+
+def test_bytes_reach_the_disk_before_their_name(tmp_path, monkeypatch):
+    """Or a power failure could leave the name without the content."""
+    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
+    for name, call in known.items():
+        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
+        monkeypatch.setattr(os, name, spy)
+    build(write_jsonl(tmp_path / "docs.jsonl", ["a" * 90]), tmp_path / "out")
+    assert calls == [*known.values()] * 4  # meta.json, val, train, meta.json
+
+
+def test_the_hub_is_asked_for_the_sample(monkeypatch):
+    """The default of the dataset would be all of it, 1.3T tokens."""
+    hub = MagicMock()
+    hub.load_dataset_builder.return_value.config.data_files = {"train": ["a.parquet"]}
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    args = fineweb.parse_args([])
+    assert fineweb.find_on_hub(args.dataset, args.name) == ["a.parquet"]
+    hub.load_dataset_builder.assert_called_once_with(fineweb.FINEWEB, "sample-10BT")
 
 
 def test_a_job_has_a_worker_for_each_core_that_it_may_use(monkeypatch):

@@ -143,6 +143,44 @@ def test_a_sharded_model_is_never_whole_on_a_cpu(tmp_path, shards):
     assert min(grown) > 95 and max(grown) < 140, grown
 
 
+def test_a_sharded_tied_matrix_is_written_once(tmp_path, shards):
+    """Its two names are gathered as two tensors."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--batch_size", 8]
+    assert run(*flags, "--zero", 3, processes=2)[0] == 0
+    weights = load(tmp_path, 1)["model"]
+    tied = [weights[name].data_ptr() for name in ("lm_head.weight", "transformer.wte.weight")]
+    assert tied[0] == tied[1]
+
+
+def test_every_step_and_process_draws_other_dropout_masks(tmp_path, shards):
+    """A fork's masks follow PyTorch's generator, which is seeded before each step."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 3, "--batch_size", 8]
+    patch = hook("if self.training: print('seed:', torch.initial_seed(), flush=True)")
+    status, out, err = run(*flags, "--val_every", 0, processes=2, patch=patch)
+    seeds = re.findall("seed: (.*)", out)
+    assert status == 0 and len(seeds) == len({*seeds}) == 6, (seeds, err)
+
+
+MAKE_ONCE = """
+import fineweb
+def make(argv):
+    if not os.path.exists({path!r}):
+        print("made here", flush=True)
+        time.sleep(0.5)
+        write_shards(Path({path!r}))
+fineweb.main = make
+train_gpt2.QUICKSTART["data_dir"] = {path!r}
+"""
+
+
+def test_one_process_makes_or_downloads_what_all_need(tmp_path):
+    """The others wait, and find it."""
+    flags = ["--quickstart", "--seq_len", 16, "--log_dir", tmp_path / "log", "--max_steps", 1]
+    patch = MAKE_ONCE.format(path=str(tmp_path / "made"))
+    status, out, err = run(*flags, "--batch_size", 8, processes=2, patch=patch)
+    assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
+
+
 @pytest.mark.parametrize("zero, kind", [(2, "Tensor"), pytest.param(3, "DTensor", marks=slow)])
 def test_zero_2_keeps_weights_until_the_backward_pass(tmp_path, shards, zero, kind):
     """Gathered weights are plain tensors, and sharded ones are DTensors."""

@@ -256,6 +256,12 @@ def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(tmp_path, sh
     assert steps(tmp_path) == [4] and list(read_log(tmp_path)["val"]) == [0, 4]
 
 
+def test_a_signal_saves_also_with_save_every_0(tmp_path, shards):
+    """As --help says."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 8, "--save_every", 0]
+    assert run(*flags, patch=signal_in(3, "SIGTERM"))[0] == 143 and steps(tmp_path) == [3]
+
+
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path, shards):
     """Nothing is saved then."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 8]
@@ -305,6 +311,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, refused, cap
     assert main(*flags, "--resume", "--max_steps", 5) == 0
     assert "is at step 4 of 5, so far in float32" in capsys.readouterr().out
     assert load(tmp_path / "log", 5)["dtype"] == "bfloat16"
+    assert main(*flags, "--resume", "--max_steps", 6, "--dtype", "float16") == 0, "a new scaler"
 
 
 def test_a_flag_that_the_checkpoint_lacks_has_its_default(tmp_path, shards, refused, monkeypatch):
