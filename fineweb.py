@@ -232,7 +232,6 @@ def read_pydocs() -> Iterator[str]:
     """Yield Python's reference and the docstrings of its library, which together are 2 MB."""
     from pydoc_data.topics import topics
 
-    # Leave out tests, tables and whole applications
     skip = r"tests?|.*_tests?|(site|dist)-packages|idlelib|lib2to3|turtledemo|encodings|pydoc_data"
     paths = []
     for folder, subfolders, names in os.walk(os.path.dirname(os.__file__)):
@@ -269,7 +268,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most BATCH_SIZE characters. (tiktoken fails on 1M blanks.)"""
+    """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
     # GPT-2's pattern always splits a text before a blank or a line end that a word follows, so the
     # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place
     until_break = re.compile(r"(?s:.+)(?=[ \n]\S)")
@@ -307,7 +306,6 @@ def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
 
 def work(pipe: connection.Connection, tokenizer: str) -> None:
     """Encode the batches that arrive by a pipe, in a process of its own."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the main process
     answer = None  # the first one says that this worker is ready
     with suppress(EOFError, OSError):  # the main process has ended, in whatever way
         while True:
@@ -326,11 +324,13 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
     busy = {}  # {pipe to a worker: [place, None] of its batch, also in `waiting`}, oldest first
     # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
     context = get_context("spawn")
+    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers: it is for us alone
     for _ in range(workers):
         pipe, other = context.Pipe()
         context.Process(target=work, args=(other, tokenizer), daemon=True).start()
         other.close()  # now the worker alone holds this end: when it dies, the pipe ends
         busy[pipe] = [None, None]
+    signal.signal(signal.SIGINT, on_ctrl_c)
     waiting = []  # [place, tokens or None], in the order of the documents
     try:
         while busy:
@@ -417,8 +417,8 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
-    # Documents are cut into pieces of 16 to 8192 tokens, 1/32 of those so far: even a small corpus
-    # gives some of everything. A piece is for validation if this has no more than its share so far
+    # Documents are cut into pieces of at most 16 to 8192 tokens, 1/32 of those so far: even a small
+    # corpus gives some of everything. A piece is for validation if this is not above its share
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
@@ -495,7 +495,7 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
-    command += " --log_dir " + shlex.quote("log/" + os.path.basename(os.path.abspath(args.out)))
+    command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out)).replace(" ", "_")
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
     if train >= 10**8:
@@ -517,7 +517,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
-    add("--shard_size", type=int, default=10**8, help="of train + val shard (default %(default)s)")
+    add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (%(default)s)")
     add("--val_tokens", type=int, help="validation tokens (default shard_size or max_tokens / 10)")
     add("--val_share", type=float, help="their share (default 0.1; FineWeb: 1, up to val_tokens)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
@@ -532,7 +532,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
     require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
     args.part, args.parts = map(int, part.groups())
-    # Parts share a folder, so their files have names of their own
     args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or ("bytes" if args.dataset == "pydocs" else "gpt2")
@@ -563,7 +562,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
-        require(train or args.parts > 1, "no training tokens: use more files, and another --out")
+        advice = "use more files or a lower --val_share, and another --out"
+        require(train or args.parts > 1, f"no training tokens: {advice}")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
             print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")

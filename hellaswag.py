@@ -218,8 +218,8 @@ def load_model(name, device, dtype):
 
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     config = model.config
-    is_gpt2 = 50257 <= config.vocab_size < 51200  # some models pad the vocabulary
-    require(is_gpt2, f"{name} has {config.vocab_size} tokens, GPT-2 has 50257")
+    may_be_gpt2 = 50257 <= config.vocab_size <= 51200  # which may be padded
+    require(may_be_gpt2, f"{name} has {config.vocab_size} tokens, GPT-2 has 50257")
     # cuDNN's attention spends time on a plan for every new shape
     torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported(False):

@@ -550,9 +550,9 @@ def test_what_to_run_next_suits_the_amount():
         assert 2.8 < epochs < 5.7 and steps in (3814, 4577, 19069)
         rows.append(("gpt2", train, f" --log_dir log/m --optimizer muon --max_steps {steps}"))
     for tokenizer, train, expected in rows:
-        args = fineweb.parse_args(["--files", "x", "--out", "d/m", "--tokenizer", tokenizer])
+        args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
         line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
-        assert line.endswith(f": python train_gpt2.py --data_dir d/m{expected}")
+        assert line.endswith(f": python train_gpt2.py --data_dir 'a d/m'{expected}")
         assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
 
 
@@ -582,11 +582,13 @@ def test_validation_is_a_tenth_of_a_small_dataset():
         assert (args.val_share, args.val_tokens) == (1.0, val_tokens)
 
 
-def test_two_stars_stand_for_folders_of_any_depth(tmp_path):
+def test_two_stars_stand_for_folders_of_any_depth(tmp_path, monkeypatch):
+    """And ~ for the home."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x/y").mkdir(parents=True)
     for name in ("a", "x/b", "x/y/c"):
         write_jsonl(tmp_path / f"{name}.jsonl", [name])
-    out = build(tmp_path / "**/*.jsonl", tmp_path / "out", "--val_share", 0)
+    out = build("~/**/*.jsonl", tmp_path / "out", "--val_share", 0)
     assert read_split(out, "train") == to_tokens(["a", "x/b", "x/y/c"])
 
 

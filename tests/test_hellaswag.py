@@ -199,7 +199,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.jsonl", make_examples(9))
-    for size in (50257, 50256):
+    for size in (50257, 50256, 60000):
         config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
         GPT2LMHeadModel(config).save_pretrained(str(size))
     flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
@@ -208,7 +208,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
-    for mistake in ("-m 50256", "-n x", "-n 0", "-d tpu", "--data nowhere"):
+    for mistake in ("-m 50256", "-m 60000", "-n x", "-n 0", "-d tpu", "--data nowhere"):
         with pytest.raises(SystemExit, match="2"):
             hellaswag.main([*flags, *mistake.split()])
         assert mistake.split()[1] in capsys.readouterr().err.splitlines()[-1]
