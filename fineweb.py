@@ -324,13 +324,14 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
     busy = {}  # {pipe to a worker: [place, None] of its batch, also in `waiting`}, oldest first
     # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
     context = get_context("spawn")
-    on_ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the workers: it is for us alone
+    # Ctrl-C is for the main process alone: workers inherit that it is ignored
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     for _ in range(workers):
         pipe, other = context.Pipe()
         context.Process(target=work, args=(other, tokenizer), daemon=True).start()
         other.close()  # now the worker alone holds this end: when it dies, the pipe ends
         busy[pipe] = [None, None]
-    signal.signal(signal.SIGINT, on_ctrl_c)
+    signal.signal(signal.SIGINT, handler)
     waiting = []  # [place, tokens or None], in the order of the documents
     try:
         while busy:
@@ -562,8 +563,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
-        advice = "use more files or a lower --val_share, and another --out"
-        require(train or args.parts > 1, f"no training tokens: {advice}")
+        require(train or args.parts > 1, "no training tokens: more files, or a lower --val_share?")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
             print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")
