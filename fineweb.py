@@ -527,15 +527,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     args.dataset = args.dataset or (None if args.files else FINEWEB)
-    args.name = args.name or ("sample-10BT" if args.dataset == FINEWEB else None)
+    args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
     args.out = args.out or FOLDERS.get((args.dataset, args.name))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
     require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
     args.part, args.parts = map(int, part.groups())
-    args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" if args.parts > 1 else ""
+    args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" * (args.parts > 1)
     args.meta_path = f"{args.out}/meta{args.suffix}.json"
-    args.tokenizer = args.tokenizer or ("bytes" if args.dataset == "pydocs" else "gpt2")
+    args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
     if args.workers is None:
         # A job may use some cores only. While a worker waits for the hub, another can use its core
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -544,7 +544,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         require(n is None or n > 0, "--shard_size, --workers and --max_tokens are at least 1")
     if args.val_share is None:
         # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
-        args.val_share = 1.0 if args.dataset == FINEWEB else 0.1
+        args.val_share = {FINEWEB: 1.0}.get(args.dataset, 0.1)
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
     return args
