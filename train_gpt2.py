@@ -192,7 +192,7 @@ class GPT(nn.Module):
             std = 0.0 if name.endswith("bias") else 0.02
             if name.endswith("c_proj.weight"):
                 std = residual_std
-            # The numbers depend on seed and name alone: an added layer changes those of no other
+            # The numbers depend on seed and name alone, so a new layer leaves those of others alone
             generator = torch.Generator().manual_seed(Random(f"{seed} {name}").getrandbits(63))
             value = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
             if layer in (self.transformer.wte, self.lm_head):
@@ -769,7 +769,7 @@ def save_checkpoint(state, data: dict, args, process):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # Exact, if B, dtype and processes are the same (on a GPU: and use_deterministic_algorithms)
+    # Bit for bit if B, dtype and processes are the same, on a GPU in PyTorch's deterministic mode
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -777,7 +777,7 @@ def restore_state(state, saved: dict):
     for old, group in zip(saved["optimizer"]["param_groups"], groups, strict=True):
         # The code and the flags decide these, for example betas and weight_decay
         old |= {name: value for name, value in group.items() if name != "params"}
-        group |= {name: old[name] for name in old.keys() - group.keys()}  # of your own
+        group |= {name: old[name] for name in old.keys() - group.keys()}  # keys you add
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
@@ -886,7 +886,7 @@ def make_state(config, source, args, process) -> State:
         mesh = dist.init_device_mesh(process.device.type, (process.world_size,))
         for part in [*model.transformer.h, model]:
             if process.compile and part is not model:
-                part.compile(dynamic=False)  # each alone: a graph cannot gather
+                part.compile(dynamic=False)  # by itself: a graph cannot gather
             fully_shard(part, mesh=mesh, reshard_after_forward=args.zero == 3)
     else:
         model.to(process.device)
@@ -1012,7 +1012,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
         for optimizer in state.optimizers:
             optimizer.zero_grad()
-        torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for a dropout
+        torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for dropout
         windows = get_windows(step, args)
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
         # DDP and FSDP average over the processes, which makes this the mean over all tokens
@@ -1111,7 +1111,7 @@ FLAGS = {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
         "compile": (bool, None, "use torch.compile (default: on CUDA, if Triton is installed)"),
-        "batch_size": (int, 0, "B: most sequences at a time, 0: what fits; less saves memory"),
+        "batch_size": (int, 0, "B: at most this many sequences at a time, 0: what fits"),
         "recompute": (bool, False, "save memory: compute blocks again in the backward pass"),
         "zero": ((0, 2, 3), 0, "shard all state over GPUs; 3 also frees gathered weights early"),
     },
