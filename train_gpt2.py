@@ -296,9 +296,9 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
     generator = torch.Generator(tokens.device).manual_seed(args.seed)
     for _ in range(args.max_new_tokens):
         logits = model(tokens[:, -args.seq_len :])[:, -1]  # (B, V): what follows the last token
-        V = logits.size(-1)
-        values, choices = logits.topk(min(args.top_k or V, V))  # (B, k) each, the largest first
         # A temperature below 1 makes likely tokens likelier, and 0 leaves only the likeliest
+        k = 1 if args.temperature == 0 else args.top_k or logits.size(-1)
+        values, choices = logits.topk(min(k, logits.size(-1)))  # (B, k) each, the largest first
         probs = F.softmax(values / max(args.temperature, 1e-6), dim=-1)
         index = torch.multinomial(probs, 1, generator=generator)  # (B, 1), below k
         tokens = torch.cat((tokens, choices.gather(-1, index)), dim=1)
@@ -536,8 +536,7 @@ def setup_process(args) -> Process:
     rank = int(os.environ.get("RANK", 0))  # torchrun sets it, counting over all machines
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     best = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    message = f"--device {args.device}: this machine has {best.type}"
-    require(args.device in ("auto", "cpu", best.type), message)
+    require(args.device in ("auto", "cpu", best.type), f"--device: this machine has {best.type}")
     device = best if args.device == "auto" else torch.device(args.device)
     device_name = device.type  # "cuda" is an NVIDIA or AMD GPU, "mps" Apple's
     capability = (0, 0)
@@ -810,12 +809,12 @@ def load_checkpoint(path: Path) -> dict:
 
 def load_source(name: str) -> dict:
     """Return what --init_from names: "config", "model" (the weights) and "args" (the flags)."""
-    if name in HUGGING_FACE or Path(name, "config.json").is_file():
-        return load_hf(name)
     path = [Path(name), *list_checkpoints(name)][-1]  # a log_dir stands for its newest one
-    expected = f"expected a checkpoint, a run's folder (log/quickstart) or {HUGGING_FACE}"
-    require(path.is_file(), f"--init_from {name}: {expected}")
-    return load_checkpoint(path)
+    if path.is_file():
+        return load_checkpoint(path)
+    expected = f"--init_from: expected the folder of a run, a checkpoint or one of {HUGGING_FACE}"
+    require(name in HUGGING_FACE or Path(name, "config.json").is_file(), expected)
+    return load_hf(name)
 
 
 # ---- setup --------------------------------------------------------------------------------------
@@ -834,8 +833,7 @@ def make_config(args, source) -> GPTConfig:
     else:
         require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
         config = replace(GPTConfig(*SIZES[args.model][:4]), **read_meta(args.data_dir) | flags)
-    message = f"--seq_len {args.seq_len}: the context is {config.block_size} tokens"
-    require(args.seq_len <= config.block_size, message)
+    require(args.seq_len <= config.block_size, f"--seq_len: expected at most {config.block_size}")
     return config
 
 
@@ -910,7 +908,7 @@ def prepare(args, source, process) -> tuple:
     """Do all that can fail before the first step, then --overwrite. Return what `train` takes."""
     if process.rank > 0:
         process.gather()  # wait: the first process downloads, and the others find the files
-    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
+    if args.quickstart and not source and args.data_dir == QUICKSTART["data_dir"]:
         import fineweb
 
         fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
@@ -938,7 +936,7 @@ def prepare(args, source, process) -> tuple:
     if args.resume:
         require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
     # Each machine has its own command line. Folders may have other names there: 0 stands for them
-    facts = {"step": source["step"] if args.resume else 0, "precision": process.dtype}
+    facts = {"step": source.get("step", 0), "precision": process.dtype}
     facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
     facts |= vars(args) | {"data_dir": 0, "log_dir": 0, "hellaswag_every": process.hellaswag_every}
     everyone = process.gather(facts)
@@ -1219,7 +1217,7 @@ def check_args(args):
     require(is_once or not args.overwrite, "torchrun would repeat --overwrite: use --resume")
     path = Path(args.init_from).resolve()
     is_own = path.exists() and Path(args.log_dir).resolve() in (path, path.parent)
-    require(not (is_own and args.overwrite), "--overwrite would delete what --init_from names")
+    require(not (is_own and args.overwrite), "this would delete what --init_from names")
 
 
 def check_resume(args, source):
@@ -1242,6 +1240,7 @@ def main(argv=None):
         args, source = decide_args(sys.argv[1:] if argv is None else argv)
         if args.export_hf:
             export_hf(GPT.from_pretrained(args.init_from), args.export_hf)
+            print0(f"wrote {args.export_hf}, trained on sequences of {args.seq_len} tokens")
             sys.exit(0)
         process = setup_process(args)
         prepared = prepare(args, source, process)
@@ -1460,6 +1459,7 @@ def export_hf(model, folder):
     """Write a folder that transformers loads offline, if it computes the same logits from it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    require(not Path(folder).is_file(), "--export_hf: expected a folder, found a file")
     c = model.config
     shape = {"n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd}
     shape |= {"n_positions": c.block_size, "vocab_size": c.vocab_size}
@@ -1468,7 +1468,6 @@ def export_hf(model, folder):
     require(same_outputs(model, theirs), "not a GPT-2: its logits or losses differ in transformers")
     theirs.save_pretrained(folder)  # config.json and model.safetensors
     export_tokenizer(c, folder)
-    print0(f"wrote {folder} for transformers")
 
 
 @torch.no_grad()
@@ -1497,4 +1496,5 @@ def export_tokenizer(config, folder: str):
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # not every console can print what a model writes
     main()

@@ -107,7 +107,7 @@ def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tm
     assert refused("1-D int64", *flags, "--data_dir", other, "--val_every", 0)
     flags += ["--data_dir", shards]
     for source in (old, old / "model_00001.pt", old.parent / "log" / ".." / "log"):
-        assert refused("--overwrite would delete what --init_from", *flags, "--init_from", source)
+        assert refused("would delete what --init_from", *flags, "--init_from", source)
     assert main(*flags, "--log_dir", tmp_path / "new", "--init_from", old) == 0
     assert contents(old) == before
     assert main(*flags) == 0
@@ -126,12 +126,16 @@ def test_overwrite_deletes_nothing_if_the_first_batch_of_one_process_fails(old, 
 
 
 def test_the_quickstart_replaces_its_own_run_and_no_other(old, shards, monkeypatch, refused):
-    """With --resume it continues that run."""
+    """With --resume it continues that run, on its data: a new version of Python would make others."""
     monkeypatch.chdir(old.parent)
-    flags = ["--quickstart", "--data_dir", shards, "--seq_len", 16, "--optimizer", "adamw"]
+    made = []
+    monkeypatch.setattr("fineweb.main", made.append)
+    monkeypatch.setitem(train_gpt2.QUICKSTART, "data_dir", str(shards))
+    flags = ["--quickstart", "--seq_len", 16, "--optimizer", "adamw"]
     for max_steps, more, expected in ((3, [], 3), (2, [], 2), (3, ["--resume"], 3)):
         assert main(*flags, "--max_steps", max_steps, *more) == 0
         assert len(read_log("log/quickstart")["train"]) == expected
+    assert len(made) == 2
     assert refused("holds a run", *flags, "--log_dir", old)
 
 

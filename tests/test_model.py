@@ -230,6 +230,14 @@ def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
     assert not torch.equal(*texts)
 
 
+def test_temperature_0_draws_nothing_among_equal_logits():
+    """In 16 bits, several tokens often have the largest logit."""
+    model = randomize(GPT(SMALL))
+    model.lm_head.weight.data.zero_()  # all logits are 0
+    texts = generate(model, torch.zeros(8, 1, dtype=torch.int64), flags(temperature=0))
+    assert (texts[:, 1:] == texts[0, 1]).all()
+
+
 def test_temperature_and_top_k_shape_the_distribution():
     """Only the k most likely tokens are drawn, in the shares that softmax(logits / T) gives."""
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
@@ -316,6 +324,9 @@ def test_what_is_no_gpt_2_is_not_exported(change, tmp_path):
     with pytest.raises(UserError, match=r"not a GPT-2|GPT2LMHeadModel with these weights cannot"):
         export_hf(model, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="expected a folder"):
+        export_hf(GPT(SMALL), str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("change, message", [
