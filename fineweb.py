@@ -207,7 +207,7 @@ def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
     """Return the texts of the lines that are not blank. `first` is the number of the first line."""
     texts = [""]
     for number, line in enumerate(lines, first):
-        with naming(f"line {number}"):
+        with naming(f"line {number} (--text_key {text_key})"):
             if not line.isspace():
                 text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
@@ -221,7 +221,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     rest = ""
     number = 1
     while lines := file.readlines(BATCH_SIZE):
-        with naming(f"from line {number} on"):
+        with naming(f"from line {number} on (expected UTF-8)"):
             *pieces, rest = cut(rest + b"".join(lines).decode("utf-8-sig"))
         yield from (partial(list, [piece]) for piece in pieces)
         number += len(lines)

@@ -433,7 +433,7 @@ import multiprocessing.connection as c, os
 c.Connection._send = lambda self, data: os._exit(os.write(self.fileno(), bytes(data)[:5]))
 """
 FAILURES = [  # the last batch, which may kill its worker while that sends; what the line says
-    (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401: TypeError: exp"),
+    (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401 (--text_key text): Type"),
     (partial(os._exit, 9), "fewer --workers"),
     (partial(exec, DIE_SENDING, {}), "fewer --workers"),
 ]
@@ -517,10 +517,10 @@ WRONG += "--workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --toke
 MISTAKES = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
 MISTAKES += [  # the name and content of a file, options, what the line says
     ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
-    ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: TypeError: expected string"),
-    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", "line 2: KeyError: 'text'"),
-    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: UnicodeDecodeError"),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "from line 131074 on: UnicodeDecodeError"),
+    ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002 (--text_key text): Type"),
+    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", "line 2 (--text_key text): KeyError: 'text'"),
+    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2 (--text_key text): UnicodeDecodeError"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "from line 131074 on (expected UTF-8)"),
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),

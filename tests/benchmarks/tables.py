@@ -265,8 +265,8 @@ def table_ideas_quickstart() -> list:
 def table_ideas(flags="") -> list:
     """Changes to GPT-2, and their losses less that of GPT-2 with the same seed: the mean over seeds,
     and its standard deviation. That of a single difference is estimated from all ideas together."""
-    heading = ["idea", "lines changed, places", "parameters", "ms a step", "validation loss"]
-    table = [[*heading, "difference to GPT-2 in nats"]]
+    heading = ["idea", "lines changed, places", "parameters", "ms a step", "seeds"]
+    table = [[*heading, "validation loss", "difference to GPT-2 in nats"]]
     if not (HERE / "results/ideas.jsonl").exists():
         return table
     losses = load("ideas", unit="nats per token", flags=flags)
@@ -285,14 +285,34 @@ def table_ideas(flags="") -> list:
         cells = [name, "{lines}, {places}".format(**rows[-1]["case"])]
         cells.append(median(values("ideas", unit="parameters", **case), "{:,.0f}"))
         cells.append(median(values("ideas", unit="ms", **case), "{:.1f}"))
-        cells.append(f"{statistics.mean(row['value'] for row in rows):.4f}")
+        cells += [len(rows), f"{statistics.mean(row['value'] for row in rows):.4f}"]
         text = ""
         if each := differences.get(name):
             text = f"{statistics.mean(each):+.4f}"
             if freedom:
                 text += f" ± {(squares / freedom / len(each)) ** 0.5:.4f}"
         table.append([*cells, text])
-    return [*table, ["measured", "", "", "", "", source(losses)]] if found else table
+    return [*table, ["measured", "", "", "", "", "", source(losses)]] if found else table
+
+
+def table_chance() -> list:
+    """The standard deviation, by chance alone, of the difference between the losses of two runs with
+    two seeds, and with the same seed, from how an idea's loss changes with its seed. And 2.5 times
+    the latter, for one pair of runs and for the mean of three."""
+    heading = ["model", "ideas with two seeds", "σ, two seeds", "σ, the same seed"]
+    table = [[*heading, "one seed tells apart", "three seeds tell apart"]]
+    for model, flags in (("GPT-2 124M, 131M tokens", ""), ("the quickstart's, 1M bytes", LAPTOP)):
+        losses = {}  # {(idea, commit, machine): {seed: loss}}
+        for row in load("ideas", unit="nats per token", flags=flags):
+            key = (row["case"]["idea"], row["case"]["source"], row["commit"], row["machine"])
+            losses.setdefault(key, {})[row["case"]["seed"]] = row["value"]
+        # What a seed does to all of them alike cancels out if runs with the same seed are compared
+        steps = [each[2] - each[1337] for each in losses.values() if {2, 1337} <= each.keys()]
+        unpaired = statistics.mean(step**2 for step in steps) ** 0.5
+        paired = statistics.stdev(steps)
+        numbers = [unpaired, paired, 2.5 * paired, 2.5 * paired / 3**0.5]
+        table.append([model, len(steps), *(f"{number:.4f}" for number in numbers)])
+    return table
 
 
 def compare(rows: list[dict], losses: list[dict]) -> list[float]:
