@@ -473,9 +473,9 @@ SCRIPT = Path(__file__).read_text("utf-8")  # as it runs: the file may be edited
 
 
 def read_section(script: str, title: str) -> str:
-    """Return the syntax tree, without comments, of the section of a script that has this title."""
+    """Return the syntax tree of the section with this title, without comments and docstrings."""
     parts = ["#" + part for part in script.split("\n# ---- ") if part.startswith(title)]
-    return ast.dump(ast.parse("".join(parts)))
+    return ast.dump(ast.parse(re.sub(r'(?s)""".*?"""', "0", "".join(parts))))
 
 
 def print0(line):
@@ -675,7 +675,7 @@ class Log:
         if process.rank > 0 or args.max_steps == 0:  # an evaluation writes nothing
             return
         path = Path(args.log_dir, "log.txt")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        os.makedirs(args.log_dir, exist_ok=True)
         V = state.model.config.vocab_size  # for readers that compare losses
         records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
         if state.step > 0 and path.exists():  # keep what is older than the checkpoint
@@ -1251,7 +1251,7 @@ def main(argv=None):
     except (UserError, ConnectionError) as error:  # the latter from hellaswag.py
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if "RANK" in os.environ:  # as torchrun sets it
         # Without Python's cleanup, which could wait for the others, or crash in a thread of PyTorch
         os._exit(status)
     sys.exit(status)
