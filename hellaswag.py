@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9", "tiktoken", "transformers"]
+# dependencies = ["torch>=2.9", "numpy", "tiktoken", "transformers"]
 # ///
 """
 HellaSwag: which of four endings of a text does a model find most likely?
@@ -30,9 +30,10 @@ import sys
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
+import numpy as np
 import tiktoken
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def split_text(example, convention):
 
 
 def render_example(example, tokenizer=None, convention="build-nanogpt"):
-    """Return data (a dict), tokens, mask and label (int). Tokens and mask are 4 rows (N,) of int64,
+    """Return data (a dict), tokens, mask and label (int). Tokens and mask are 4 lists of integers,
     each with a length of its own: the context and one of the endings, where the mask is 1."""
     encode = (tokenizer or tiktoken.get_encoding("gpt2")).encode_ordinary
     context, space, endings = split_text(example, convention)
@@ -115,8 +116,8 @@ def render_example(example, tokenizer=None, convention="build-nanogpt"):
     ends = [encode(space + ending) for ending in endings]
     data = {"label": label, "ctx_tokens": start, "ending_tokens": ends}
     data["characters"] = [len(ending) for ending in endings]
-    tokens = [torch.tensor(start + end) for end in ends]
-    mask = [torch.tensor([0] * len(start) + [1] * len(end)) for end in ends]
+    tokens = [start + end for end in ends]
+    mask = [[0] * len(start) + [1] * len(end) for end in ends]
     return data, tokens, mask, label
 
 
@@ -158,24 +159,27 @@ class Score:
 def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) -> Examples:
     """Return the first `limit` examples of a .jsonl file, or all. Of a row longer than block_size,
     only the end is kept. An error names the first example that cannot be rendered."""
-    rows = []
-    lengths = []
+    inputs, targets, lengths = [], [], []  # of the rows
     labels = []
     try:
         for example in islice(iterate_examples(path), limit):
-            data, tokens, mask, label = render_example(example, tokenizer, convention)
-            for row, is_ending in zip(tokens, mask, strict=True):
-                # At position i, token i + 1 is predicted
-                targets = row.masked_fill(is_ending == 0, -1)[1:][-block_size:]
-                rows.append((len(rows), row[:-1][-block_size:], targets))
-                lengths.append(int((targets >= 0).sum()))
+            data, tokens, _, label = render_example(example, tokenizer, convention)
+            for row, end in zip(tokens, data["ending_tokens"], strict=True):
+                # At position i, token i + 1 is predicted, if it is of the ending
+                inputs.append(row[-1 - block_size : -1])
+                targets.append([-1] * (len(inputs[-1]) - len(end)) + end[-block_size:])
+                lengths.append(min(len(end), block_size))
             if convention == "harness":
                 lengths[-4:] = data["characters"]
             labels.append(label)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: example {len(labels) + 1} is malformed ({error!r})") from error
     require(labels, f"{path} holds no examples")
-    rows.sort(key=lambda row: -len(row[1]))  # equal lengths need no padding
+    # Rows are parts of two large tensors, because 80,000 small ones would take a second
+    sizes = [len(row) for row in inputs]
+    x = torch.from_numpy(np.fromiter(chain(*inputs), np.int64)).split(sizes)
+    y = torch.from_numpy(np.fromiter(chain(*targets), np.int64)).split(sizes)
+    rows = sorted(zip(range(len(x)), x, y, strict=True), key=lambda row: -len(row[1]))
     return Examples(convention, rows, torch.tensor(lengths).view(-1, 4), torch.tensor(labels))
 
 

@@ -106,8 +106,8 @@ def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
         data, tokens, mask, _ = hellaswag.render_example(example, convention=convention)
         for i, ending in enumerate(data["ending_tokens"]):
             row = data["ctx_tokens"] + ending
-            assert tokens[i].tolist() == row == gpt2.encode(gpt2.decode(row))
-            assert mask[i].tolist() == [0] * len(data["ctx_tokens"]) + [1] * len(ending)
+            assert tokens[i] == row == gpt2.encode(gpt2.decode(row))
+            assert mask[i] == [0] * len(data["ctx_tokens"]) + [1] * len(ending)
             if example is EGG:
                 assert (gpt2.decode(row), gpt2.decode(ending)) == (context + endings[i], endings[i])
                 assert data["characters"][i] == len(endings[i]) - 1 - (convention == "harness")
