@@ -111,8 +111,8 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
     if args.dataset and metas:
         return next(iter(metas.values())).get("files", {})
     paths = {}
-    for pattern in args.files or []:
-        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    for pattern in map(os.path.expanduser, args.files or []):  # or a name, which may have brackets
+        matches = sorted({*glob.glob(pattern, recursive=True), *glob.glob(glob.escape(pattern))})
         require(matches, f"--files {pattern}: there is no such file")
         paths |= {os.path.realpath(path): path for path in matches}  # a file may have two names
     files = {p: [os.path.getsize(p), os.stat(p).st_mtime_ns] for p in sorted(paths.values())}
@@ -154,9 +154,9 @@ def open_file(address: str) -> io.BufferedIOBase:
         import fsspec
 
         system, path = fsspec.url_to_fs(address)
-        # Files that are read in order are fetched ahead. Of .parquet files, we fetch only the texts
-        cache = "none" if address.endswith(".parquet") else "readahead"
-        file = system.open(path, "rb", cache_type=cache)
+        if address.endswith(".parquet"):  # of which only the texts are fetched
+            return system.open(path, "rb", cache_type="none")
+        file = io.BufferedReader(system.open(path, "rb", cache_type="readahead"))
     else:
         file = open(address, "rb")  # noqa: SIM115
     if address.endswith(".zst"):
@@ -222,7 +222,8 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     number = 1
     while lines := file.readlines(BATCH_SIZE):
         with naming(f"from line {number} on (expected UTF-8)"):
-            *pieces, rest = cut(rest + b"".join(lines).decode("utf-8-sig"))
+            encoding = {1: "utf-8-sig"}.get(number, "utf-8")  # -sig skips a byte order mark
+            *pieces, rest = cut(rest + b"".join(lines).decode(encoding))
         yield from (partial(list, [piece]) for piece in pieces)
         number += len(lines)
     yield partial(list, [rest])
@@ -353,16 +354,14 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
-# The documents of all files, one after the other, are one long stream of tokens. It is written in
-# chunks of --shard_size tokens:
-# 1. While a chunk is being filled, it is only in memory.
-# 2. When it is full, a thread writes it, while the next one is filled: the chunk is divided into
-#    validation and training, and each becomes one shard.
-# 3. Then meta.json is written. It says how many chunks are finished, and at which position in the
-#    documents the next one begins: [file, batch in the file, token in the batch].
-# So the folder always holds some whole chunks and the position behind them. After a kill, the same
-# command reads on from there: the work on two chunks at most is lost. Shards that were not yet in
-# meta.json are written again with the same bytes, which depend on documents and options alone.
+# The documents of all files, one after the other, are one long stream of tokens, which is cut into
+# chunks of --shard_size tokens. A chunk is filled in memory. While the next one is being filled, a
+# thread divides it into validation and training, writes a shard of each, and then meta.json, which
+# says how many chunks are finished, and where the next one begins: [file, batch in the file, token
+# in the batch]. So the folder always holds some whole chunks and the position behind them. After a
+# kill, the same command reads on from there: the work on two chunks at most is lost. Shards that
+# were not yet in meta.json are written again, with the same bytes, because these depend on the
+# documents and the options alone.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
@@ -451,7 +450,7 @@ def find_meta(args: argparse.Namespace) -> dict:
     metas = {}
     for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
         with naming(f"{path} is damaged: delete the folder to start over"):
-            metas[path] = json.loads(Path(path).read_text("utf-8"))
+            metas[f"{args.out}/{Path(path).name}"] = json.loads(Path(path).read_bytes())
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
     advice = "choose another --out, or delete the folder to start over"
@@ -545,6 +544,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.val_share is None:
         # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
         args.val_share = {FINEWEB: 1.0}.get(args.dataset, 0.1)
+    require(0 <= args.val_share <= 1, "--val_share is a number from 0 to 1")
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
     return args

@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow
 import pytest
 from conftest import ROOT, contents, needs_data
+from fsspec.spec import AbstractBufferedFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
@@ -166,7 +167,7 @@ def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
     assert chunks > 15
     for chunk in range(1, chunks):
         with patch.object(fineweb, "encode", wraps=fineweb.encode) as encode:  # counts its calls
-            begin(1, files, out, *OPTIONS)
+            begin(1, files, f"{out}/", *OPTIONS)  # as a shell completes it
         assert encode.call_count < 15  # of about 50 batches: those of up to three chunks
         assert read_meta(out)["progress"]["chunks"] == chunk
         assert_whole(out)
@@ -330,6 +331,24 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_c
     assert contents(tmp_path / "out") == whole | {"meta.json": ANY}
 
 
+def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
+    """fsspec's files have another readlines, which reads all lines at once."""
+    content = b'{"text": "a"}\n{"text": "b"}\n'
+
+    class File(AbstractBufferedFile):
+        def _fetch_range(self, start, end):
+            return content[start:end]
+
+    hub = Mock(open=lambda path, mode, cache_type: File(None, path, mode, size=len(content)))
+    monkeypatch.setattr("fsspec.url_to_fs", lambda address: (hub, address))
+    for address, texts in (
+        ("hf://a.jsonl", ["", "a", "b"]),
+        ("hf://a.txt", ["", "", content.decode()]),
+    ):
+        batches = fineweb.read_file(address, "text")
+        assert [text for batch in batches for text in batch()] == texts
+
+
 def test_small_corpus_golden(tmp_path, monkeypatch):
     """The bytes that the first version wrote, and the keys that the trainer reads."""
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
@@ -483,10 +502,12 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path):
     """A .txt file is one document, of several batches or empty: its line ends stay, a byte order
-    mark does not. In JSON, half a surrogate pair becomes U+FFFD. A file may have two names."""
-    a, b, c, link = (tmp_path / name for name in ("a.jsonl", "b.txt.gz", "c.txt.xz", "0.jsonl"))
+    mark at its beginning does not. In JSON, half a surrogate pair becomes U+FFFD. A file may have
+    two names."""
+    names = ("a.jsonl", "b[1].txt.gz", "c.txt.xz", "0.jsonl")
+    a, b, c, link = (tmp_path / name for name in names)
     write_jsonl(a, ["a\udfffb\ud83d", "😀", "한\ud7ff"])
-    text = "one\r\ntwo\rthree\n" + "é word\n" * 90_000
+    text = "one\r\ntwo\rthree\n" + "\ufeffé word\n" * 90_000
     b.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
     c.write_bytes(lzma.compress(b"\xef\xbb\xbf"))
     link.symlink_to(a)
@@ -516,7 +537,7 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
 
 GOOD = b'{"text": "a"}\n'
 WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "
-WRONG += "--workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4"
+WRONG += "--val_share 10; --workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4"
 MISTAKES = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
 MISTAKES += [  # the name and content of a file, options, what the line says
     ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
