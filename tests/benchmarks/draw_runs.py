@@ -37,19 +37,22 @@ def draw(logs: list[Path], png: str) -> None:
         name = log.name.removesuffix(".log.txt").replace("log.txt", log.parent.name)
         streams = read_log(log)
         tokens = streams["total_batch_size"][0] * len(streams["dt"]) / 1e6
-        panels.setdefault(round(tokens), []).append((name, streams))
+        panels.setdefault(f"{tokens:.3g}", []).append((name, streams))
     style = {"sharey": True, "squeeze": False, "layout": "constrained", "figsize": (9, 3.6)}
     figure, (axes,) = plt.subplots(1, len(panels), **style)
-    for axis, (tokens, runs) in zip(axes, sorted(panels.items()), strict=True):
+    is_ours = STYLES.keys() >= {name for runs in panels.values() for name, _ in runs}
+    for axis, tokens in zip(axes, sorted(panels, key=float), strict=True):
+        runs = panels[tokens]
         for name, streams in runs:
             draw_run(axis, name, streams)
         batches = {int(streams["total_batch_size"][0]) for _, streams in runs}
         same = f", batches of {min(batches):,}" if len(batches) == 1 else ""
         axis.set_title(f"{tokens}M tokens{same}", fontsize=10, loc="left")
-        axis.set(xlabel="minutes on one H100", xlim=0, ylim=(3.2, 5.2))
+        axis.set(xlabel="minutes on one H100" if is_ours else "minutes", xlim=0)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
-    axes[0].set_yticks([3.5, 4, 4.5, 5])
+    if is_ours:
+        axes[0].set(ylim=(3.2, 5.2), yticks=[3.5, 4, 4.5, 5])
     axes[0].set_ylabel("validation loss, nats per token")
     figure.savefig(png, dpi=110)
 

@@ -19,8 +19,10 @@ are as frequent as words, as only the loss depends on the text. Versions are mea
 """
 
 import argparse
+import hashlib
 import json
 import lzma
+import math
 import multiprocessing
 import os
 import queue
@@ -87,7 +89,7 @@ class Results:
 
     def __init__(self, args, script="train_gpt2.py"):
         self.path = Path(args.results, f"{args.what}.jsonl")
-        self.path.parent.mkdir(exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.file = open(self.path, "a")  # noqa: SIM115
         self.always = {"date": str(date.today()), "machine": describe_machine()}
         self.always |= {"torch": torch.__version__, "commit": find_commit(ROOT / script)}
@@ -370,6 +372,8 @@ T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 def judge(name: str, differences: list[float], steps: int) -> str:
     """Return what the differences of an idea to GPT-2 say, one for each seed, after so many steps."""
     n, mean = len(differences), statistics.mean(differences)
+    if not math.isfinite(mean):
+        return f"{name}: a loss is not a number"
     if not any(differences):
         same = f"{name}: the losses are those of {GPT2.name}"
         return f"{same}. Is the change in a place that these runs use?"
@@ -383,6 +387,17 @@ def judge(name: str, differences: list[float], steps: int) -> str:
     if abs(mean) > chance:
         return f"{found}. This is more than chance ({limit})."
     return f"{found}. This may be chance ({limit})."
+
+
+def fingerprint(script: str, data: str) -> str:
+    """Return a hash of a script and of a folder of shards: of their names and sizes, and of meta.json,
+    which has hashes of their contents."""
+    found = hashlib.sha1(script.encode())
+    for path in sorted(Path(data).glob("*")):
+        found.update(f"{path.name} {path.stat().st_size}\n".encode())
+        if path.suffix == ".json":
+            found.update(path.read_bytes())
+    return found.hexdigest()[:8]
 
 
 def measure_ideas(args) -> None:
@@ -399,10 +414,14 @@ def measure_ideas(args) -> None:
     for path in args.beside:
         assert path.stem not in [*variants, GPT2.name], f"--beside: two copies named {path.stem}"
         variants[path.stem] = (path.name, path.read_text())
+    folders = [ROOT, *(path.resolve().parent for path in args.beside)]  # a copy may import others
     assert variants, f"--only {only}: no idea has such a name"
     for name, (_, text) in variants.items():
         compile(text, name, "exec")  # a mistake is seen before hours of training
-    same = {"flags": args.flags, "data": args.data}
+    if args.data == "pydocs":  # otherwise all runs would make it, at once
+        make = [sys.executable, ROOT / "fineweb.py", "--dataset", "pydocs", "--out", "pydocs"]
+        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+    same = {"flags": args.flags, "data": args.data, "inputs": fingerprint(script, args.data)}
     losses = {  # those of an earlier call, for --no-base
         (GPT2.name, row["case"]["seed"]): row["value"]
         for row in results.earlier("nats per token", idea=GPT2.name, **same)
@@ -410,9 +429,8 @@ def measure_ideas(args) -> None:
     if args.base:
         variants[GPT2.name] = (GPT2.source, script)
     elif missing := [seed for seed in args.seeds if (GPT2.name, seed) not in losses]:
-        sys.exit(
-            f"--no-base: {results.path} has no run of this script with seeds {missing} and {same}"
-        )
+        found = f"no run of this script on these texts with seeds {missing} and {args.flags!r}"
+        sys.exit(f"--no-base: {results.path} has {found}")
     else:
         for seed in args.seeds:
             print(f"{GPT2.name}, seed {seed}: {losses[GPT2.name, seed]:.4f}, in an earlier run")
@@ -432,12 +450,13 @@ def measure_ideas(args) -> None:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins\n", end="", flush=True)
             try:
-                process = runs.start(
-                    variants[name][1], f"{flags} {own[name]} --seed {seed}", gpus=gpu
-                )
+                path = os.pathsep.join(map(str, folders))
+                line = f"{flags} {own[name]} --seed {seed}"
+                process = runs.start(variants[name][1], line, gpus=gpu, PYTHONPATH=path)
                 log = runs.finish(process)
             finally:
                 idle.put(gpu)
+            assert not log or "val" in log, "no validation loss: is --val_every 0?"
             if log:
                 curve = CURVES / f"{name}, seed {seed}"
                 shutil.copytree(process.log_dir, curve, dirs_exist_ok=True)
@@ -446,18 +465,18 @@ def measure_ideas(args) -> None:
         # Seed by seed, so that only the first run of each idea has to be compiled
         started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
         steps = {}
-        failed = 0  # these runs must not cost the others their rows
-        for run in as_completed(started):
+
+        def collect(run) -> bool:
+            """Add the rows of a run that has ended, and return whether it succeeded."""
             seed, name = started[run]
             if run.exception() or not run.result():
-                failed += 1
                 print(f"{name}, seed {seed}: {run.exception() or 'the memory is too small'}")
-                continue
+                return False
             source, text = variants[name]
             lines, places = count_changes(text)
             case = {"idea": name, "source": source, "seed": seed}
-            case |= {"flags": f"{args.flags} {own[name]}".strip()}
-            case |= {"data": args.data, "lines": lines, "places": places}
+            case |= same | {"flags": f"{args.flags} {own[name]}".strip()}
+            case |= {"lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
             steps[name] = len(log["dt"])
@@ -466,6 +485,13 @@ def measure_ideas(args) -> None:
             results.add(case, log["parameters"], "parameters", quiet=True)
             line = f"{name}, seed {seed}: {log['val'][-1]:.4f} nats per token, {median_ms(log)} ms a step"
             print(f"{line}, {log['parameters']:,} parameters\n", end="", flush=True)
+            return True
+
+        try:
+            failed = sum(not collect(run) for run in as_completed(started))
+        except KeyboardInterrupt:  # the runs have heard it too, and those that wait must not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            sys.exit(130)
     variants.pop(GPT2.name, None)
     for name in variants:
         pairs = [((name, seed), (GPT2.name, seed)) for seed in args.seeds]

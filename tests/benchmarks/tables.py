@@ -264,7 +264,7 @@ def table_ideas_quickstart() -> list:
 
 def table_ideas(flags="") -> list:
     """Changes to GPT-2, and their losses less that of GPT-2 with the same seed: the mean over seeds,
-    and its standard deviation. That of a single difference is estimated from all ideas together."""
+    and its standard deviation."""
     heading = ["idea", "lines changed, places", "parameters", "ms a step", "seeds"]
     table = [[*heading, "validation loss", "difference to GPT-2 in nats"]]
     if not (HERE / "results/ideas.jsonl").exists():
@@ -276,10 +276,7 @@ def table_ideas(flags="") -> list:
         if rows := newest(load("ideas", unit="nats per token", **case)):
             found[idea.name] = list({row["case"]["seed"]: row for row in rows}.values())
     differences = {name: compare(rows, losses) for name, rows in found.items() if name != GPT2.name}
-    squares = freedom = 0
-    for each in differences.values():
-        squares += sum((difference - statistics.mean(each)) ** 2 for difference in each)
-        freedom += len(each) - 1
+    steps = seed_steps(flags)
     for name, rows in found.items():
         case = {key: rows[-1]["case"][key] for key in ("idea", "source", "flags")}
         cells = [name, "{lines}, {places}".format(**rows[-1]["case"])]
@@ -289,25 +286,37 @@ def table_ideas(flags="") -> list:
         text = ""
         if each := differences.get(name):
             text = f"{statistics.mean(each):+.4f}"
-            if freedom:
-                text += f" ± {(squares / freedom / len(each)) ** 0.5:.4f}"
+            if len(steps) > 1:
+                text += f" ± {statistics.stdev(steps) / len(each) ** 0.5:.4f}"
         table.append([*cells, text])
-    return [*table, ["measured", "", "", "", "", "", source(losses)]] if found else table
+    where = source(losses).rpartition(", ")[0]
+    commits = dict.fromkeys(row["commit"] for rows in found.values() for row in rows)
+    return (
+        [*table, ["measured", *[""] * 5, f"{where}, {' and '.join(commits)}"]] if found else table
+    )
+
+
+def seed_steps(flags: str) -> list[float]:
+    """Return how much the loss of each idea, and of GPT-2, changes from seed 1337 to seed 2."""
+    losses = {}  # {(idea, source, commit, machine): {seed: loss}}
+    for row in load("ideas", unit="nats per token", flags=flags):
+        key = (row["case"]["idea"], row["case"]["source"], row["commit"], row["machine"])
+        losses.setdefault(key, {})[row["case"]["seed"]] = row["value"]
+    # A run that is repeated on a CPU has the same losses, and counts once
+    pairs = {(*key[:2], each.get(1337), each.get(2)) for key, each in losses.items()}
+    return sorted(new - old for *_, old, new in pairs if old and new)
 
 
 def table_chance() -> list:
     """The standard deviation, by chance alone, of the difference between the losses of two runs with
     two seeds, and with the same seed, from how an idea's loss changes with its seed. And 2.5 times
     the latter, for one pair of runs and for the mean of three."""
-    heading = ["model", "ideas with two seeds", "σ, two seeds", "σ, the same seed"]
+    heading = ["model", "pairs of runs", "σ, two seeds", "σ, the same seed"]
     table = [[*heading, "one seed tells apart", "three seeds tell apart"]]
-    for model, flags in (("GPT-2 124M, 131M tokens", ""), ("the quickstart's, 1M bytes", LAPTOP)):
-        losses = {}  # {(idea, commit, machine): {seed: loss}}
-        for row in load("ideas", unit="nats per token", flags=flags):
-            key = (row["case"]["idea"], row["case"]["source"], row["commit"], row["machine"])
-            losses.setdefault(key, {})[row["case"]["seed"]] = row["value"]
+    models = {"GPT-2 124M, 131M tokens": "", "the quickstart's, 1M bytes": LAPTOP}
+    for model, flags in models.items():
         # What a seed does to all of them alike cancels out if runs with the same seed are compared
-        steps = [each[2] - each[1337] for each in losses.values() if {2, 1337} <= each.keys()]
+        steps = seed_steps(flags)
         unpaired = statistics.mean(step**2 for step in steps) ** 0.5
         paired = statistics.stdev(steps)
         numbers = [unpaired, paired, 2.5 * paired, 2.5 * paired / 3**0.5]

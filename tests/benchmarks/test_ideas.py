@@ -35,6 +35,7 @@ def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     assert "lower" in measure.judge("mine", [-0.01], 9)
     assert "may be chance" in measure.judge("mine", [-0.01], 9)
     assert "the losses are those of" in measure.judge("mine", [0.0, 0.0], 9)
+    assert "not a number" in measure.judge("mine", [0.01, float("nan")], 9)
 
 
 STARTED = []  # the flags of all runs
@@ -47,7 +48,7 @@ class FakeRuns:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def start(self, script, flags, gpus):
+    def start(self, script, flags, **options):
         STARTED.append(flags)
         log_dir = Path(tempfile.mkdtemp(dir=self.folder))
         (log_dir / "log.txt").write_text(flags)
@@ -65,22 +66,27 @@ def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "CURVES", tmp_path / "curves")
     copy = tmp_path / "mine.py"
     copy.write_text(tables.SCRIPT + "# changed\n")
-    argv = ["measure.py", "ideas", "--data", "some folder", "--results", str(tmp_path)]
+    data = tmp_path / "some folder"
+    data.mkdir()
+    argv = ["measure.py", "ideas", "--data", str(data), "--results", str(tmp_path)]
     argv += ["--beside", str(copy), "--own=--schedule wsd", "--seeds", "4", "5", "6"]
     monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
-    with pytest.raises(SystemExit, match="no run of this script with seeds"):
+    with pytest.raises(SystemExit, match="no run of this script on these"):
         measure.main()
     assert not STARTED
     monkeypatch.setattr(sys, "argv", argv)
     measure.main()
     answer = "mine: after 7 steps, the loss is 0.3000 nats per token higher"
     assert answer in capsys.readouterr().out
-    assert len(STARTED) == 6 and "--data_dir 'some folder'" in STARTED[0]
+    assert len(STARTED) == 6 and f"--data_dir '{data}'" in STARTED[0]
     assert sum("--schedule wsd" in flags for flags in STARTED) == 3
     assert len(list((tmp_path / "curves").glob("*/log.txt"))) == 6
     monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
     measure.main()
     assert len(STARTED) == 9 and answer in capsys.readouterr().out
+    (data / "meta.json").write_text("other texts")
+    with pytest.raises(SystemExit, match="no run of this script on these"):
+        measure.main()
 
 
 def run(script, *flags) -> int:
