@@ -1093,10 +1093,10 @@ FLAGS = {
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
     "evaluation, samples and checkpoints: --resume keeps these, unless you give other values": {
-        "val_every": (int, None, "validate every this many steps (default: every 131M tokens)"),
+        "val_every": (int, None, "validate every so many steps (default: 131M tokens; 0: never)"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
-        "hellaswag_every": (int, None, "score HellaSwag (default: like val_every, on CUDA only)"),
-        "sample_every": (int, None, "print samples, 0: never (default: every 131M tokens)"),
+        "hellaswag_every": (int, None, "score HellaSwag (default: val_every, on CUDA; 0: never)"),
+        "sample_every": (int, None, "print samples (default: every 131M tokens; 0: never)"),
         "prompt": (str, "Hello, I'm a language model,", "what samples begin with"),
         "num_samples": (int, 4, "how many samples to print"),
         "max_new_tokens": (int, 64, "tokens to add to the prompt"),
@@ -1105,7 +1105,7 @@ FLAGS = {
         "save_every": (int, 1000, "save every this many steps and at the end, 0: on signals only"),
         "keep": (int, 2, "how many checkpoints to keep, 0: all; adamw: 12 bytes a parameter"),
     },
-    "the machine: --resume keeps these too; auto and 0 are decided again": {
+    "the machine: --resume keeps what you gave; what the script chose, it chooses again": {
         "device": (("auto", "cuda", "mps", "cpu"), "auto", "where to compute"),
         "dtype": (("auto", "bfloat16", "float16", "tf32", "float32"), "auto", "precision"),
         "compile": (bool, None, "use torch.compile (default: on CUDA, if Triton is installed)"),

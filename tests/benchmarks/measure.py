@@ -659,13 +659,16 @@ def main() -> None:
     }
     for name, function in functions.items():
         kind = kinds.add_parser(name, help=function.__doc__, description=function.__doc__)
-        kind.set_defaults(function=function)
+        kind.set_defaults(function=function, beside=[])
         add = kind.add_argument
         own = "log" if name == "ideas" else "tests/benchmarks/results"  # only these make tables
         add("--results", default=ROOT / own, help=f"folder of the rows (default: {own})")
-        add("--turns", type=int, default={"quickstart": 5}.get(name, 3))
-        add("--flags", default="", help="more flags for train_gpt2.py")
-        add("--beside", type=Path, nargs="*", default=[], help="other versions of the script")
+        if name in ("speed", "start", "scaling", "tokenize", "quickstart"):
+            add("--turns", type=int, default={"quickstart": 5}.get(name, 3))
+        if name in ("speed", "start", "scaling", "ideas"):
+            add("--flags", default="", help="more flags for train_gpt2.py")
+        if name in ("speed", "start", "tokenize", "ideas"):
+            add("--beside", type=Path, nargs="*", help="other versions of the script")
         if name == "speed":
             add("--model", default="d12")
             add("--batch_size", type=int, default=64, help="0: what the script chooses")
