@@ -104,16 +104,16 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
     """Return the dataset's files in order: {address: what changes when its content changes}."""
-    if args.dataset == "pydocs":
-        return {"pydocs": [sys.version.split()[0]]}
     # Addresses on the hub name a commit: hf://datasets/NAME@COMMIT/sample/10BT/000_00000.parquet.
-    # All starts and all parts in a folder read the commit of the first that wrote a chunk
+    # A folder keeps the commit (pydocs: the version of Python) with which it was begun
     if args.dataset and metas:
         return next(iter(metas.values())).get("files", {})
+    if args.dataset == "pydocs":
+        return {"pydocs": [sys.version.split()[0]]}
     paths = {}
-    for pattern in map(os.path.expanduser, args.files or []):  # or a name, which may have brackets
-        matches = sorted({*glob.glob(pattern, recursive=True), *glob.glob(glob.escape(pattern))})
-        require(matches, f"--files {pattern}: there is no such file")
+    for name in map(os.path.expanduser, args.files or []):  # a name, even with brackets, or a glob
+        matches = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
+        require(matches, f"--files {name}: there is no such file")
         paths |= {os.path.realpath(path): path for path in matches}  # a file may have two names
     files = {p: [os.path.getsize(p), os.stat(p).st_mtime_ns] for p in sorted(paths.values())}
     if args.dataset:

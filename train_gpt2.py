@@ -32,7 +32,6 @@ import re
 import signal
 import sys
 import time
-from argparse import Namespace
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -296,10 +295,10 @@ def generate(model: GPT, tokens: Tensor, args) -> Tensor:
     generator = torch.Generator(tokens.device).manual_seed(args.seed)
     for _ in range(args.max_new_tokens):
         logits = model(tokens[:, -args.seq_len :])[:, -1]  # (B, V): what follows the last token
+        values, choices = logits.sort(descending=True)  # (B, V) each
         # A temperature below 1 makes likely tokens likelier, and 0 leaves only the likeliest
-        k = 1 if args.temperature == 0 else args.top_k or logits.size(-1)
-        values, choices = logits.topk(min(k, logits.size(-1)))  # (B, k) each, the largest first
-        probs = F.softmax(values / max(args.temperature, 1e-6), dim=-1)
+        k = 1 if args.temperature == 0 else args.top_k or None
+        probs = F.softmax(values[:, :k] / max(args.temperature, 1e-6), dim=-1)
         index = torch.multinomial(probs, 1, generator=generator)  # (B, 1), below k
         tokens = torch.cat((tokens, choices.gather(-1, index)), dim=1)
     return tokens
@@ -473,9 +472,9 @@ SCRIPT = Path(__file__).read_text("utf-8")  # as it runs: the file may be edited
 
 
 def read_section(script: str, title: str) -> str:
-    """Return the syntax tree of the section with this title, without comments and docstrings."""
+    """Return the syntax tree, without comments, of the section of a script that has this title."""
     parts = ["#" + part for part in script.split("\n# ---- ") if part.startswith(title)]
-    return ast.dump(ast.parse(re.sub(r'(?s)""".*?"""', "0", "".join(parts))))
+    return ast.dump(ast.parse("".join(parts)))
 
 
 def print0(line):
@@ -675,7 +674,7 @@ class Log:
         if process.rank > 0 or args.max_steps == 0:  # an evaluation writes nothing
             return
         path = Path(args.log_dir, "log.txt")
-        os.makedirs(args.log_dir, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         V = state.model.config.vocab_size  # for readers that compare losses
         records = [f"0 total_batch_size {args.total_batch_size}\n", f"0 vocab_size {V}\n"]
         if state.step > 0 and path.exists():  # keep what is older than the checkpoint
@@ -908,7 +907,7 @@ def prepare(args, source, process) -> tuple:
     """Do all that can fail before the first step, then --overwrite. Return what `train` takes."""
     if process.rank > 0:
         process.gather()  # wait: the first process downloads, and the others find the files
-    if args.quickstart and not source and args.data_dir == QUICKSTART["data_dir"]:
+    if args.quickstart and args.max_steps > 0 and args.data_dir == QUICKSTART["data_dir"]:
         import fineweb
 
         fineweb.main(["--dataset", "pydocs", "--out", args.data_dir])
@@ -1126,7 +1125,7 @@ FLAGS = {
 MODEL, RUN, RECIPE, EVALUATION, MACHINE, _ = FLAGS  # the headings
 
 
-def parse(argv: list, *defaults: dict) -> Namespace:
+def parse(argv: list, *defaults: dict) -> argparse.Namespace:
     """Return every flag: from argv, or else from the last of the defaults that has it, or FLAGS."""
     # SUPPRESS leaves out the usage, so that a mistake is reported in one line
     style = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
@@ -1148,7 +1147,7 @@ def parse(argv: list, *defaults: dict) -> Namespace:
     return parser.parse_args(argv)
 
 
-def decide_args(argv: list) -> tuple[Namespace, dict]:
+def decide_args(argv: list) -> tuple:
     """Return every flag, and the source of the weights, {} for new ones. A flag is taken from the
     first that has it: the command line, the source, QUICKSTART, derive_defaults, FLAGS."""
     args = parse(argv)
@@ -1251,7 +1250,7 @@ def main(argv=None):
     except (UserError, ConnectionError) as error:  # the latter from hellaswag.py
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         status = 2
-    if "RANK" in os.environ:  # as torchrun sets it
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         # Without Python's cleanup, which could wait for the others, or crash in a thread of PyTorch
         os._exit(status)
     sys.exit(status)
@@ -1496,5 +1495,6 @@ def export_tokenizer(config, folder: str):
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # not every console can print what a model writes
+    if hasattr(sys.stdout, "reconfigure"):  # not every console can print what a model writes
+        sys.stdout.reconfigure(errors="replace")
     main()

@@ -511,7 +511,9 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path):
     b.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
     c.write_bytes(lzma.compress(b"\xef\xbb\xbf"))
     link.symlink_to(a)
+    (tmp_path / "b1.txt.gz").touch()  # which the pattern b[1].txt.gz means
     x = build(None, tmp_path / "x", "--files", c, b, link, a, "--val_share", 0)
+    (tmp_path / "b1.txt.gz").unlink()
     assert read_split(x, "train") == to_tokens(["a\ufffdb\ufffd", "😀", "한\ud7ff", text, ""])
     y = build(tmp_path / "*.*", tmp_path / "y", "--val_share", 0)
     assert contents(x) == contents(y)
@@ -533,6 +535,10 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     assert min(len(val), len(train)) > 10 and val[0] == ""
     val, train = ({p for p in "\n\n".join(t).split("\n\n") if len(p) >= 60} for t in (val, train))
     assert len(val) > 100 and not val & train
+    monkeypatch.setattr(sys, "version", "3.99.0 of another day")
+    before = contents(tmp_path / "out")
+    main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
+    assert contents(tmp_path / "out") == before, "the texts of another Python would be others"
 
 
 GOOD = b'{"text": "a"}\n'
