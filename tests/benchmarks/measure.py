@@ -390,13 +390,10 @@ def judge(name: str, differences: list[float], steps: int) -> str:
 
 
 def fingerprint(script: str, data: str) -> str:
-    """Return a hash of a script and of a folder of shards: of their names and sizes, and of meta.json,
-    which has hashes of their contents."""
+    """Return a hash of a script, and of the names, sizes and dates of the files in a folder."""
     found = hashlib.sha1(script.encode())
     for path in sorted(Path(data).glob("*")):
-        found.update(f"{path.name} {path.stat().st_size}\n".encode())
-        if path.suffix == ".json":
-            found.update(path.read_bytes())
+        found.update(f"{path.name} {path.stat().st_size} {path.stat().st_mtime_ns}\n".encode())
     return found.hexdigest()[:8]
 
 
@@ -414,14 +411,15 @@ def measure_ideas(args) -> None:
     for path in args.beside:
         assert path.stem not in [*variants, GPT2.name], f"--beside: two copies named {path.stem}"
         variants[path.stem] = (path.name, path.read_text())
-    folders = [ROOT, *(path.resolve().parent for path in args.beside)]  # a copy may import others
+    folders = {path.stem: path.resolve().parent for path in args.beside}  # of what a copy imports
     assert variants, f"--only {only}: no idea has such a name"
     for name, (_, text) in variants.items():
         compile(text, name, "exec")  # a mistake is seen before hours of training
-    if args.data == "pydocs":  # otherwise all runs would make it, at once
+    if args.data == "pydocs" and not list(Path("pydocs").glob("*.npy")):
+        # Here, because otherwise all runs would make it, at once
         make = [sys.executable, ROOT / "fineweb.py", "--dataset", "pydocs", "--out", "pydocs"]
         subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    same = {"flags": args.flags, "data": args.data, "inputs": fingerprint(script, args.data)}
+    same = {"flags": args.flags, "inputs": fingerprint(script, args.data)}
     losses = {  # those of an earlier call, for --no-base
         (GPT2.name, row["case"]["seed"]): row["value"]
         for row in results.earlier("nats per token", idea=GPT2.name, **same)
@@ -450,7 +448,7 @@ def measure_ideas(args) -> None:
             gpu = idle.get()
             print(f"{name}, seed {seed}: begins\n", end="", flush=True)
             try:
-                path = os.pathsep.join(map(str, folders))
+                path = os.pathsep.join([str(folders.get(name, ROOT)), str(ROOT)])
                 line = f"{flags} {own[name]} --seed {seed}"
                 process = runs.start(variants[name][1], line, gpus=gpu, PYTHONPATH=path)
                 log = runs.finish(process)
@@ -476,7 +474,7 @@ def measure_ideas(args) -> None:
             lines, places = count_changes(text)
             case = {"idea": name, "source": source, "seed": seed}
             case |= same | {"flags": f"{args.flags} {own[name]}".strip()}
-            case |= {"lines": lines, "places": places}
+            case |= {"data": args.data, "lines": lines, "places": places}
             log = run.result()
             losses[name, seed] = log["val"][-1]
             steps[name] = len(log["dt"])

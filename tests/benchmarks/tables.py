@@ -32,6 +32,11 @@ def load(name: str, **wanted) -> list[dict]:
     return [row for row in rows if wanted.items() <= (row["case"] | {"unit": row["unit"]}).items()]
 
 
+def of_last_machine(rows: list[dict]) -> list[dict]:
+    """Return the rows of the machine of the last one, of all commits."""
+    return [row for row in rows if row["machine"] == rows[-1]["machine"]]
+
+
 def newest(rows: list[dict]) -> list[dict]:
     """Return the rows of the commit and machine of the last one."""
     last = (rows[-1]["commit"], rows[-1]["machine"]) if rows else None
@@ -255,6 +260,7 @@ def table_recipes() -> list:
 
 
 LAPTOP = "--quickstart --max_steps 1250"
+SEEDS = (1337, 2)
 
 
 def table_ideas_quickstart() -> list:
@@ -270,18 +276,22 @@ def table_ideas(flags="") -> list:
     if not (HERE / "results/ideas.jsonl").exists():
         return table
     losses = load("ideas", unit="nats per token", flags=flags)
-    found = {}  # {name: the newest losses of the idea, one for each seed}
+    # Commits may differ, as long as the script trains alike: of a seed, the last row counts
+    found = {}  # {name: losses of the idea, one for each seed}
     for idea in [GPT2, *ENTRIES]:  # other ideas combined have another source
         case = {"idea": idea.name, "source": idea.source, "flags": flags}
-        if rows := newest(load("ideas", unit="nats per token", **case)):
-            found[idea.name] = list({row["case"]["seed"]: row for row in rows}.values())
+        if rows := of_last_machine(load("ideas", unit="nats per token", **case)):
+            last = {row["case"]["seed"]: row for row in rows}
+            found[idea.name] = [last[seed] for seed in SEEDS if seed in last]
     differences = {name: compare(rows, losses) for name, rows in found.items() if name != GPT2.name}
     steps = seed_steps(flags)
     for name, rows in found.items():
         case = {key: rows[-1]["case"][key] for key in ("idea", "source", "flags")}
         cells = [name, "{lines}, {places}".format(**rows[-1]["case"])]
         cells.append(median(values("ideas", unit="parameters", **case), "{:,.0f}"))
-        cells.append(median(values("ideas", unit="ms", **case), "{:.1f}"))
+        times = of_last_machine(load("ideas", unit="ms", **case))
+        times = {row["case"]["seed"]: row["value"] for row in times}
+        cells.append(median([times[seed] for seed in SEEDS if seed in times], "{:.1f}"))
         cells += [len(rows), f"{statistics.mean(row['value'] for row in rows):.4f}"]
         text = ""
         if each := differences.get(name):
@@ -298,13 +308,12 @@ def table_ideas(flags="") -> list:
 
 def seed_steps(flags: str) -> list[float]:
     """Return how much the loss of each idea, and of GPT-2, changes from seed 1337 to seed 2."""
-    losses = {}  # {(idea, source, commit, machine): {seed: loss}}
+    losses = {}  # {(idea, source, machine): {seed: loss}}
     for row in load("ideas", unit="nats per token", flags=flags):
-        key = (row["case"]["idea"], row["case"]["source"], row["commit"], row["machine"])
+        key = (row["case"]["idea"], row["case"]["source"], row["machine"])
         losses.setdefault(key, {})[row["case"]["seed"]] = row["value"]
-    # A run that is repeated on a CPU has the same losses, and counts once
-    pairs = {(*key[:2], each.get(1337), each.get(2)) for key, each in losses.items()}
-    return sorted(new - old for *_, old, new in pairs if old and new)
+    old, new = SEEDS
+    return [each[new] - each[old] for each in losses.values() if {old, new} <= each.keys()]
 
 
 def table_chance() -> list:
@@ -325,16 +334,15 @@ def table_chance() -> list:
 
 
 def compare(rows: list[dict], losses: list[dict]) -> list[float]:
-    """Return each loss less that of GPT-2 with the same seed, commit and machine."""
+    """Return each loss less the mean of those of GPT-2 with the same seed, on the same machine."""
     differences = []
     for row in rows:
         case = {"idea": GPT2.name, "seed": row["case"]["seed"]}
         bases = []
         for base in losses:
-            is_same = all(base[key] == row[key] for key in ("commit", "machine"))
-            if is_same and case.items() <= base["case"].items():
+            if base["machine"] == row["machine"] and case.items() <= base["case"].items():
                 bases.append(base["value"])
-        assert bases, f"no row of {case}, commit {row['commit']} and {row['machine']}"
+        assert bases, f"no row of {case} on {row['machine']}"
         differences.append(row["value"] - statistics.mean(bases))
     return differences
 

@@ -48,8 +48,9 @@ class FakeRuns:
     def __init__(self, folder):
         self.folder = Path(folder)
 
-    def start(self, script, flags, **options):
+    def start(self, script, flags, gpus, PYTHONPATH):
         STARTED.append(flags)
+        assert PYTHONPATH.startswith(str(self.copies if "wsd" in flags else measure.ROOT))
         log_dir = Path(tempfile.mkdtemp(dir=self.folder))
         (log_dir / "log.txt").write_text(flags)
         seed = int(flags.split()[-1])
@@ -68,6 +69,8 @@ def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
     copy.write_text(tables.SCRIPT + "# changed\n")
     data = tmp_path / "some folder"
     data.mkdir()
+    (data / "x_train_0.npy").write_text("some texts")
+    FakeRuns.copies = tmp_path
     argv = ["measure.py", "ideas", "--data", str(data), "--results", str(tmp_path)]
     argv += ["--beside", str(copy), "--own=--schedule wsd", "--seeds", "4", "5", "6"]
     monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
@@ -84,7 +87,7 @@ def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
     measure.main()
     assert len(STARTED) == 9 and answer in capsys.readouterr().out
-    (data / "meta.json").write_text("other texts")
+    (data / "x_train_0.npy").write_text("more texts")
     with pytest.raises(SystemExit, match="no run of this script on these"):
         measure.main()
 
