@@ -218,8 +218,10 @@ def score(model, examples, device, rank=0, world_size=1) -> Score:
 
 def load_model(name, device, dtype):
     """Return a model, as score takes it, and the length of its context."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    ids = AutoTokenizer.from_pretrained(name)("Hello world").input_ids  # [] if the folder has none
+    require(ids in ([], [15496, 995]), f"{name} has another tokenizer than GPT-2")
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     config = model.config
     may_be_gpt2 = 50257 <= config.vocab_size <= 51200  # which may be padded

@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from http.client import IncompleteRead
@@ -22,6 +23,7 @@ from conftest import DATA, ROOT, needs_data
 from torch.nn import functional as F
 
 import hellaswag
+import train_gpt2
 
 CONVENTIONS = ("build-nanogpt", "harness")
 RANKS = {bytes([i]): i for i in range(256)}
@@ -202,13 +204,15 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     for size in (50257, 50256, 60000):
         config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
         GPT2LMHeadModel(config).save_pretrained(str(size))
+    shutil.copytree("50257", "bytes")
+    train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer="bytes", eot=256), "bytes")
     flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
     hellaswag.main(flags)
     one = capsys.readouterr().out
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
-    for mistake in ("-m 50256", "-m 60000", "-n x", "-n 0", "-d tpu", "--data nowhere"):
+    for mistake in ("-m 50256", "-m 60000", "-m bytes", "-n x", "-n 0", "-d tpu", "--data nowhere"):
         with pytest.raises(SystemExit, match="2"):
             hellaswag.main([*flags, *mistake.split()])
         assert mistake.split()[1] in capsys.readouterr().err.splitlines()[-1]
