@@ -303,7 +303,7 @@ def test_a_machine_may_die_and_come_back(tmp_path, shards):
     flags += ["--resume", "--log_dir", tmp_path / "three"]
     store = host()
     launcher = "--nnodes=1:3 --nproc_per_node=1 --max_restarts=9 --rdzv_id=test --rdzv_backend=c10d"
-    launcher += f" --rdzv_endpoint=127.0.0.1:{store.port} --rdzv_conf=last_call_timeout=10,is_host=0"
+    launcher += f" --rdzv_endpoint=127.0.0.1:{store.port} --rdzv_conf=last_call_timeout=9,is_host=0"
     pids = "(os.getppid(), os.getpid())"  # the agent, the process
     killed = hook(KILLED.format(seconds=0.1, rank="rank", processes=pids))
     slowly = killed.replace('"0"', '"never"')
