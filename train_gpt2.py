@@ -209,7 +209,7 @@ class GPT(nn.Module):
         x = self.transformer.wte(idx) + self.transformer.wpe(pos)  # (B, T, C)
         x = x.to(self.residual_dtype)
         for block in self.transformer.h:
-            if self.recompute and self.training:
+            if self.recompute and torch.is_grad_enabled():
                 x = recompute_in_backward(block, x, use_reentrant=False)
             else:
                 x = block(x)
@@ -579,14 +579,13 @@ def setup_process(args) -> Process:
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def validate(model, loader, tokens: int, process) -> float:
     """Return the mean loss in nats per token over the split's first `tokens // T` windows."""
     windows = min(max(1, tokens // loader.T), loader.windows)  # at least one, at most all
     sums = []
     for x, y in loader.batches(range(windows)):
-        with process.autocast():  # the shapes never change, so the model is compiled for them once
-            sums.append(model(x, y).sum())
+        with process.autocast():  # the shapes are those of training, so nothing is compiled again
+            sums.append(model(x, y).sum().detach())
     total = torch.stack(sums).cpu().double().sum().item()  # on the CPU: MPS has no float64
     return sum(process.gather(total)) / (windows * loader.T)
 
@@ -615,7 +614,8 @@ def evaluate(model, step, loader, examples, log, process):
     is_new = step == 0 and args.init_from == "scratch"  # untrained weights write noise
     model.eval()
     if is_due(step, args.val_every, args):
-        val = f"{validate(model, loader, args.val_tokens, process):.4f}"
+        with torch.set_grad_enabled(args.max_steps > 0):  # to share training's compiled graph
+            val = f"{validate(model, loader, args.val_tokens, process):.4f}"
         log.record(step, f"val loss: {val}", val=val)
     if is_due(step, process.hellaswag_every, args) and not is_new:
         import hellaswag
