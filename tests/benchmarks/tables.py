@@ -301,9 +301,7 @@ def table_ideas(flags="") -> list:
         table.append([*cells, text])
     where = source(losses).rpartition(", ")[0]
     commits = dict.fromkeys(row["commit"] for rows in found.values() for row in rows)
-    return (
-        [*table, ["measured", *[""] * 5, f"{where}, {' and '.join(commits)}"]] if found else table
-    )
+    return [*table, ["measured", *[""] * 5, f"{where}, {', '.join(commits)}"]] if found else table
 
 
 def seed_steps(flags: str) -> list[float]:
