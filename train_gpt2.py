@@ -559,7 +559,8 @@ def setup_process(args) -> Process:
     dtype = args.dtype
     if dtype == "auto":
         dtype = "float16" if capability >= (7, 0) else "float32"
-        dtype = "bfloat16" if capability >= (8, 0) else dtype
+        if capability >= (8, 0):
+            dtype = "bfloat16"
     # high: TF32, with 10 bits of mantissa, in float32 matrix products
     torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
     # PyTorch's cache of compiled graphs knows neither autocast's dtype (in 2.11) nor the code of a
@@ -614,7 +615,8 @@ def evaluate(model, step, loader, examples, log, process):
     is_new = step == 0 and args.init_from == "scratch"  # untrained weights write noise
     model.eval()
     if is_due(step, args.val_every, args):
-        with torch.set_grad_enabled(args.max_steps > 0):  # to share training's compiled graph
+        # With gradients, as in training, one compiled graph serves both
+        with torch.set_grad_enabled(process.compile and args.max_steps > 0):
             val = f"{validate(model, loader, args.val_tokens, process):.4f}"
         log.record(step, f"val loss: {val}", val=val)
     if is_due(step, process.hellaswag_every, args) and not is_new:
@@ -648,10 +650,10 @@ def peak_tokens_per_second(model, T: int, process):
     weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     # Attention: q @ k and att @ v are 2 * C * T each, times 3 as above, half of it masked (llm.c)
     flops_per_token = 6 * weights + 6 * model.config.n_layer * model.config.n_embd * T
-    found = [name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", process.device_name)]
-    if not found:
-        return None
-    return process.world_size * PEAK_TFLOPS[found[0]] * 1e12 / flops_per_token
+    for name, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{name}\b", process.device_name):
+            return process.world_size * tflops * 1e12 / flops_per_token
+    return None
 
 
 def list_checkpoints(log_dir) -> list:
@@ -1005,10 +1007,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         if must_stop or step == args.max_steps:
             break
 
-        # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences. (Not
-        #    model.zero_grad(): with --zero 2, its parameters may be gathered copies here)
-        for optimizer in state.optimizers:
-            optimizer.zero_grad()
+        # 1. Accumulate the gradient of total_batch_size tokens, in micro-steps of B sequences
         torch.manual_seed(args.seed + step * process.world_size + process.rank)  # for dropout
         windows = get_windows(step, args)
         grad_accum_steps = math.ceil(len(windows) / (train_loader.B * process.world_size))
@@ -1041,6 +1040,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             if norm > args.grad_clip > 0:
                 nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
+        model.zero_grad()  # deletes the gradients, whose memory an evaluation can use
         state.scaler.update()
         state.step = step + 1
         log.record_step(step, loss, lr, norm, skipped > 0)
