@@ -136,13 +136,16 @@ def test_the_last_update_is_evaluated_sampled_and_saved(tmp_path, shards, capsys
     assert "sample 0:" not in capsys.readouterr().out
 
 
-def test_a_sample_ends_with_its_document(monkeypatch, capsys):
-    """What a model writes behind <|endoftext|> is another text."""
-    written = torch.tensor([[*b"the end.\n", 256, *b"Once"]])
-    monkeypatch.setattr(train_gpt2, "generate", lambda *_: written)
-    args = Namespace(prompt="the ", num_samples=1)
-    train_gpt2.print_samples(GPT(SMALL), args, make_process())
-    assert capsys.readouterr().out == "sample 0: the end.\n"
+@pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
+def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
+    """What a model writes behind <|endoftext|> is another text. That is one token in a prompt too,
+    and an empty prompt is this token alone."""
+    written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
+    generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
+    monkeypatch.setattr(train_gpt2, "generate", generate)
+    train_gpt2.print_samples(GPT(SMALL), Namespace(prompt=prompt, num_samples=1), make_process())
+    assert generate.call_args.args[1].tolist() == [tokens]
+    assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
 
 
 def test_log_lines_and_console_lines_have_their_form(tmp_path, shards, capsys):
@@ -173,17 +176,6 @@ def test_dt_counts_no_evaluation(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(train_gpt2, "validate", lambda *_: wait(9))
     train(tmp_path / "log", shards, "--max_steps 3 --val_every 1")
     assert re.findall(r" dt (\S+)", (tmp_path / "log/log.txt").read_text()) == ["250.00"] * 3
-
-
-def test_a_prompt_may_be_empty_or_hold_endoftext(monkeypatch):
-    """An empty one is <|endoftext|> alone, which is one token also where it is written out."""
-    generate = Mock(side_effect=lambda model, tokens, args: tokens)
-    monkeypatch.setattr(train_gpt2, "generate", generate)
-    for prompt, tokens in (("", [256]), ("a<|endoftext|>b", [*b"a", 256, *b"b"])):
-        train_gpt2.print_samples(
-            GPT(SMALL), Namespace(prompt=prompt, num_samples=2), make_process()
-        )
-        assert generate.call_args.args[1].tolist() == [tokens] * 2
 
 
 def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
