@@ -288,9 +288,7 @@ def test_the_gradient_is_clipped_to_grad_clip(tmp_path, shards, monkeypatch, gra
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_float16_halves_its_scale_where_gradients_overflow(
-    tmp_path, shards, break_losses, optimizer
-):
+def test_float16_halves_its_scale_in_an_overflow(tmp_path, shards, break_losses, optimizer):
     """These updates are skipped, and the norm is that of unscaled gradients, of every optimizer."""
     break_losses(lambda n, losses: losses * (1e36 if n in (1, 2) else 1))
     flags = f"--max_steps 5 --save_every 1 --keep 0 --dtype float16 --optimizer {optimizer}"
