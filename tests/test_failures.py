@@ -102,9 +102,9 @@ def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tm
     assert list(read_log(old)["train"]) == [0]
 
 
-def test_overwrite_deletes_nothing_if_the_first_batch_of_one_process_fails(old, shards):
+def test_overwrite_deletes_nothing_if_the_start_of_one_process_fails(old, shards):
     """The first process waits for the second before it deletes."""
-    patch = "if rank == 1: train_gpt2.DataLoaderLite.get_window = lambda self, number: 1 / 0"
+    patch = "if rank == 1: train_gpt2.make_state = lambda *_: 1 / 0"  # the last thing that can fail
     before = contents(old)
     flags = ["--data_dir", shards, "--log_dir", old, "--max_steps", 1, "--batch_size", 8]
     status, _, err = run(*flags, "--overwrite", processes=2, patch=patch)
