@@ -159,6 +159,7 @@ def test_log_lines_and_console_lines_have_their_form(tmp_path, shards, capsys):
     out = capsys.readouterr().out
     line = rf"step     0/1 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
     line += r"\| dt: \d+\.\d\dms \| tok/sec: \d+ \| 0:00:00 left\n"  # no mfu on a CPU
+    assert "1 steps of 256 tokens, 256 in all, 0.12 epochs, float32, B 16\n" in out
     assert re.search(line, out)
     assert re.search(rf"step     1/1 \| val loss: {number}\n", out)
 
