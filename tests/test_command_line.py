@@ -105,42 +105,33 @@ def test_the_heading_of_a_flag_decides_where_it_travels(tmp_path, shards, monkey
         assert source["step"] == 2 and args.resume == ("resume" in given)
 
 
-@pytest.mark.parametrize("given, cpu, gpu", [(None, 0, 99), (5, 5, 5), (0, 0, 0)])
-def test_hellaswag_is_left_out_on_a_cpu_unless_it_is_asked_for(monkeypatch, given, cpu, gpu):
-    """A checkpoint made on a CPU says nothing of GPUs: what is not given is decided by each run."""
-    flags = {} if given is None else {"hellaswag_every": given}
-    args = defaults(device="auto", val_every=99, **flags)
-    assert args.hellaswag_every == given
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    assert train_gpt2.setup_process(args).hellaswag_every == cpu
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": (8, 0)}
-    for name, value in names.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert train_gpt2.setup_process(args).hellaswag_every == gpu
-
-
-@pytest.mark.parametrize("capability, dtype, precision", [
-    ((8, 0), "bfloat16", "high"), ((7, 5), "float16", "high"), ((6, 1), "float32", "highest"),
+@pytest.mark.parametrize("device, capability, dtype, precision, hella", [
+    ("cuda:1", (8, 0), "bfloat16", "high", 99), ("cuda:1", (7, 5), "float16", "high", 99),
+    ("cuda:1", (6, 1), "float32", "highest", 99), ("cpu", None, "float32", "highest", 0),
 ])  # fmt: skip
-def test_a_gpu_is_that_of_local_rank_and_its_precision_what_it_can(
-    monkeypatch, capability, dtype, precision
-):
-    """RANK counts over all machines. In float32, no product is rounded to TF32."""
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision, hella):
+    """A GPU is that of LOCAL_RANK, as RANK counts over all machines. In float32, no product is
+    rounded to TF32. HellaSwag is left out on a CPU unless it is asked for. A checkpoint made on a CPU
+    says nothing of GPUs: what is not given is decided by each run."""
+    best = torch.device("cuda") if capability else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: best)
     names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": capability}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    process = train_gpt2.setup_process(defaults(device="auto"))
-    assert (process.rank, process.device, process.dtype) == (9, torch.device("cuda", 1), dtype)
+    for given in ({"hellaswag_every": 5}, {"hellaswag_every": 0}, {}):
+        args = defaults(device="auto", val_every=99, **given)
+        process = train_gpt2.setup_process(args)
+        assert process.hellaswag_every == given.get("hellaswag_every", hella)
+    assert args.hellaswag_every is None
+    assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
     assert torch.get_float32_matmul_precision() == precision
 
 
 def test_defaults_follow_the_model_and_the_optimizer():
     """GPT-3's rate for the size, its context, Muon's recipe, a warmup of a third of a short run.
-    --quickstart is a set of flags that replaces its own earlier run, and no other."""
+    --quickstart is a set of flags."""
     for optimizer, n, warmup in (("adamw", 50, 16), ("adamw", 19073, 715), ("muon", 350, 60)):
         assert defaults(optimizer=optimizer, max_steps=n).warmup_steps == warmup
     assert defaults(warmup_steps=0).warmup_steps == 0, "0 is a value"
