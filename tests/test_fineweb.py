@@ -350,8 +350,14 @@ def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
 
 
 def test_small_corpus_golden(tmp_path, monkeypatch):
-    """The bytes that the first version wrote, and the keys that the trainer reads."""
+    """The bytes that the first version wrote, and the keys that the trainer reads. Bytes reach the
+    disk before their name, or a power failure could leave the name without the content."""
+    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
+    for name, call in known.items():
+        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
+        monkeypatch.setattr(os, name, spy)
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
+    assert calls == [*known.values()] * 4  # meta.json, val, train, meta.json
     assert_whole(out)
     meta = read_meta(out)
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
@@ -613,16 +619,6 @@ def test_validation_is_a_tenth_of_a_small_dataset():
     ):
         args = fineweb.parse_args(argv.split())
         assert (args.val_share, args.val_tokens) == (1.0, val_tokens)
-
-
-def test_bytes_reach_the_disk_before_their_name(tmp_path, monkeypatch):
-    """Or a power failure could leave the name without the content."""
-    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
-    for name, call in known.items():
-        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
-        monkeypatch.setattr(os, name, spy)
-    build(write_jsonl(tmp_path / "docs.jsonl", ["a" * 90]), tmp_path / "out")
-    assert calls == [*known.values()] * 4  # meta.json, val, train, meta.json
 
 
 def test_the_hub_is_asked_for_the_sample(monkeypatch):
