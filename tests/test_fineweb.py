@@ -454,10 +454,7 @@ import multiprocessing.connection as c, os
 c.Connection._send = lambda self, data: os._exit(os.write(self.fileno(), bytes(data)[:5]))
 """
 FAILURES = [  # the last batch, which may kill its worker while that sends; what the line says
-    (
-        partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"),
-        "x: line 401 .*TypeError: exp",
-    ),
+    (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401 .*TypeError: exp"),
     (partial(os._exit, 9), "fewer --workers"),
     (partial(exec, DIE_SENDING, {}), "fewer --workers"),
 ]
