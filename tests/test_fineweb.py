@@ -600,17 +600,6 @@ def test_uv_run_installs_what_a_script_imports(name):
     assert block["requires-python"] == ">=3.11"
 
 
-def test_validation_is_a_tenth_of_a_small_dataset():
-    """Of FineWeb it is the first shard, but no more than a tenth of --max_tokens."""
-    for argv, val_tokens in (
-        ("", 10**8),
-        ("--max_tokens 150000000", 15 * 10**6),
-        ("--max_tokens 9000000000", 10**8),
-    ):
-        args = fineweb.parse_args(argv.split())
-        assert (args.val_share, args.val_tokens) == (1.0, val_tokens)
-
-
 def test_the_hub_is_asked_for_the_sample(monkeypatch):
     """The default of the dataset would be all of it, 1.3T tokens."""
     hub = MagicMock()
@@ -621,11 +610,18 @@ def test_the_hub_is_asked_for_the_sample(monkeypatch):
     hub.load_dataset_builder.assert_called_once_with(fineweb.FINEWEB, "sample-10BT")
 
 
-def test_a_job_has_a_worker_for_each_core_that_it_may_use(monkeypatch):
-    """The machine may have more of them. Where a job cannot be limited, it may use all."""
+def test_defaults_follow_the_source_and_the_machine(monkeypatch):
+    """Of FineWeb, the first shard is for validation, but no more than a tenth of --max_tokens. A job
+    has a worker for each core that it may use, and where it cannot be limited, that there is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    files = ["--files", "x", "--out", "y"]
-    assert [fineweb.parse_args(argv).workers for argv in (files, [])] == [4, 6]
+    for argv, val_share, val_tokens, workers in (
+        ("", 1.0, 10**8, 6),
+        ("--max_tokens 150000000", 1.0, 15 * 10**6, 6),
+        ("--max_tokens 9000000000", 1.0, 10**8, 6),
+        ("--files x --out y", 0.1, 10**8, 4),
+    ):
+        args = fineweb.parse_args(argv.split())
+        assert (args.val_share, args.val_tokens, args.workers) == (val_share, val_tokens, workers)
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert fineweb.parse_args(files).workers == 64
+    assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
