@@ -7,7 +7,6 @@ import lzma
 import multiprocessing
 import random
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -135,16 +134,22 @@ def run_rank(rank, path):
 
 
 def test_two_processes_count_what_one_process_does(tmp_path, monkeypatch):
-    """Both know all counts and compute equally many of the odd number of batches."""
+    """Both know all counts and compute equally many of the odd number of batches, without the package
+    transformers. On a terminal, one line that is written over says how far it is."""
     monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", 420)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
+    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
     path = write(tmp_path / "val.jsonl", make_examples(44))
     model = Mock(side_effect=losses)
     one = hellaswag.score(model, hellaswag.load(path, BYTES, 1024), "cpu")
-    assert model.call_count % 2 == 1 and one.acc != one.acc_norm
+    lines = "".join(call.args[0] for call in sys.stderr.write.call_args_list).split("\r")
+    n = model.call_count
+    assert lines == [*(f"build-nanogpt: batch {k} of {n}" for k in range(n)), ""]
+    assert n % 2 == 1 and one.acc != one.acc_norm
     assert all(x.numel() <= 420 for (x, _), _ in model.call_args_list)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         results = pool.starmap_async(run_rank, [(0, path), (1, path)], chunksize=1).get(60)
-    assert results == [(one, model.call_count // 2 + 1)] * 2
+    assert results == [(one, n // 2 + 1)] * 2
 
 
 @pytest.mark.parametrize("wrong", [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2)])
@@ -172,18 +177,6 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(hellaswag.UserError, match=f"^{path}.*{re.escape(BAD[text])}[^\n]*$"):
         hellaswag.load(path, BYTES, 1024)
-
-
-def test_the_trainer_can_score_with_the_three_packages_it_needs(tmp_path, monkeypatch):
-    """torch, numpy and tiktoken. On a terminal, one line that is written over says how far it is."""
-    for package in ("tqdm", "datasets", "transformers"):
-        monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
-    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
-    script = runpy.run_path(str(ROOT / "hellaswag.py"))
-    examples = script["load"](write(tmp_path / "val.jsonl", make_examples(9)), BYTES, 1024)
-    assert script["score"](losses, examples, "cpu").n == 9
-    lines = "".join(call.args[0] for call in sys.stderr.write.call_args_list).split("\r")
-    assert lines[:2] == [f"build-nanogpt: batch {k} of {len(lines) - 1}" for k in (0, 1)]
 
 
 def test_help_offers_a_device_once(monkeypatch, capsys):
