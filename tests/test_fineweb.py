@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from operator import length_hint
 from pathlib import Path
-from unittest.mock import ANY, DEFAULT, MagicMock, Mock, patch
+from unittest.mock import ANY, DEFAULT, Mock, patch
 
 import numpy as np
 import pyarrow
@@ -213,7 +213,10 @@ def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
     """Make a commit of five files the newest one on the hub; return the texts of each file."""
     documents = [[commit, *random_texts(40, 400, seed=k)] for k in range(5)]
     paths = [write_parquet(folder / f"{k}@{commit}.parquet", documents[k]) for k in range(5)]
-    monkeypatch.setattr(fineweb, "find_on_hub", lambda *_: [f"file://{path}" for path in paths])
+    sample = Mock()
+    sample.config.data_files = {"train": [f"file://{path}" for path in paths]}
+    hub = {(fineweb.FINEWEB, "sample-10BT"): sample}  # by default, it would be all: 1.3T tokens
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *asked: hub[asked])
     return documents
 
 
@@ -594,16 +597,6 @@ def test_uv_run_installs_what_a_script_imports(name):
     assert {package.name for package in needed} == imported & pins.keys()
     assert all(pins[package.name] in package.specifier for package in needed)
     assert block["requires-python"] == ">=3.11"
-
-
-def test_the_hub_is_asked_for_the_sample(monkeypatch):
-    """The default of the dataset would be all of it, 1.3T tokens."""
-    hub = MagicMock()
-    hub.load_dataset_builder.return_value.config.data_files = {"train": ["a.parquet"]}
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    args = fineweb.parse_args([])
-    assert fineweb.find_on_hub(args.dataset, args.name) == ["a.parquet"]
-    hub.load_dataset_builder.assert_called_once_with(fineweb.FINEWEB, "sample-10BT")
 
 
 def test_defaults_follow_the_source_and_the_machine(monkeypatch):
