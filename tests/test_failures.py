@@ -86,12 +86,9 @@ def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tm
     it, named as a checkpoint or as its folder, for which another log_dir is no obstacle."""
     before = contents(old)
     flags = ["--log_dir", old, "--overwrite", "--max_steps", 1]
-    assert refused("holds no train shards", *flags, "--data_dir", tmp_path / "missing")
     other = write_shards(tmp_path / "other")
     (other / "test_val_000000.npy").unlink()
     assert refused("holds no val shards", *flags, "--data_dir", other)
-    np.save(other / "test_train_000004.npy", np.zeros(999, np.int64))
-    assert refused("1-D int64", *flags, "--data_dir", other, "--val_every", 0)
     flags += ["--data_dir", shards]
     for source in (old, old / "model_00001.pt", old.parent / "log" / ".." / "log"):
         assert refused("would delete what --init_from", *flags, "--init_from", source)
@@ -168,7 +165,6 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
     ("a_train.bin", bin_shard(20240520, 1, 999, tokens=998), BIN),
     ("meta.json", b'{"progress": {"done": false}}', "is not finished: run its fineweb.py command"),
     ("test_train_000002.npy", npy(np.uint16)[:-1], "train_000002.npy cannot be loaded"),
-    ("test_train_000002.npy", npy(np.float64)[:-1], "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"", "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"some text", "train_000002.npy cannot be loaded"),
     ("a_train.bin", b"", "a_train.bin cannot be loaded"),
