@@ -1,6 +1,5 @@
 """fineweb.py: exact shards from any documents, whatever interrupts the work."""
 
-import ast
 import gzip
 import hashlib
 import io
@@ -588,7 +587,6 @@ def test_what_to_run_next_suits_the_amount():
 def test_uv_run_installs_what_a_script_imports(name):
     """The block at its top names the packages of requirements.txt that it imports, and no others."""
     text = Path(ROOT, name).read_text()
-    assert ast.get_docstring(ast.parse(text))
     (block,) = re.findall(r"^# /// script\n((?:# .*\n)+)# ///$", text, re.MULTILINE)
     block = tomllib.loads(re.sub("^# ", "", block, flags=re.MULTILINE))
     pins = dict(re.findall(r"(\w+)==(\S+)", Path(ROOT, "requirements.txt").read_text()))
