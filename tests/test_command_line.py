@@ -69,36 +69,28 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys)
 
 
 def test_a_flag_comes_from_the_first_that_has_it(tmp_path, shards, monkeypatch):
-    """The command line, the checkpoint, --quickstart, what follows from other flags, the default."""
+    """The command line, a checkpoint, --quickstart, what follows from other flags, the default. The
+    heading of a flag decides whether a checkpoint counts: for a resumed run, for an evaluation, or
+    for a new run too. Where a default depends on the machine, it counts for a resumed run only."""
     log = str(tmp_path / "log")
-    own = ["--optimizer", "muon", "--weight_decay", 0.5, "--max_lr", 0.5, "--seq_len", 8]
-    assert main("--data_dir", shards, "--log_dir", log, "--max_steps", 1, *own) == 0
-    monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
-    stored = {"log_dir": log, "resume": True}
-    cases = [({}, 0.1), ({"optimizer": "muon"}, 0.2), ({"quickstart": True}, 0.7), (stored, 0.5),
-             ({"quickstart": True} | stored, 0.5), ({"weight_decay": 0.4} | stored, 0.4)]  # fmt: skip
-    for given, expected in cases:
-        args, _ = decide({"log_dir": "nowhere"} | given)
-        assert args.weight_decay == expected, given
-
-
-def test_the_heading_of_a_flag_decides_where_it_travels(tmp_path, shards, monkeypatch):
-    """To a resumed run, also where its new --max_steps would have other defaults, an evaluation, or a
-    new run that begins with the weights. What the command line says wins. Where a default depends on
-    the machine, the checkpoint does not decide it."""
-    log, elsewhere = str(tmp_path / "log"), str(tmp_path / "new")
-    flags = "--max_steps 2 --grad_clip 0.5 --seed 5 --seq_len 8 --val_every 7"
+    flags = "--max_steps 2 --optimizer muon --weight_decay 0.5 --seed 5 --seq_len 8 --val_every 7"
     assert main("--data_dir", shards, "--log_dir", log, *flags.split(), "--no-compile") == 0
-    found = ("seq_len", "total_batch_size", "seed", "grad_clip", "val_every", "compile")
+    monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
+    found = ("seq_len", "total_batch_size", "seed", "weight_decay", "val_every", "compile")
+    new, resumed = {"log_dir": "nowhere"}, {"log_dir": log, "resume": True}
     for given, expected in [
-        ({"log_dir": log, "resume": True, "max_steps": 4000}, (8, 256, 5, 0.5, 7, False)),
+        (new, (1024, 2**19, 1337, 0.1, 250, None)),
+        (new | {"optimizer": "muon"}, (1024, 2**19, 1337, 0.2, 250, None)),
+        (new | {"quickstart": True}, (64, 768, 1337, 0.7, 250, None)),
+        (new | {"init_from": log}, (8, 2**19, 1337, 0.1, 250, None)),
+        (resumed | {"quickstart": True}, (8, 256, 5, 0.5, 7, False)),
+        (resumed | {"weight_decay": 0.4, "max_steps": 4000}, (8, 256, 5, 0.4, 7, False)),
         ({"init_from": log, "max_steps": 0}, (8, 256, 5, 0.5, 7, None)),
         ({"init_from": log, "sample": True, "seed": 6}, (8, 256, 6, 0.5, 0, None)),
-        ({"init_from": log, "log_dir": elsewhere}, (8, 2**19, 1337, 1.0, 250, None)),
     ]:
         args, source = decide(given)
         assert tuple(getattr(args, flag) for flag in found) == expected, given
-        assert source["step"] == 2 and args.resume == ("resume" in given)
+        assert source.get("step", 0) == 2 * (log in given.values())
 
 
 @pytest.mark.parametrize("device, capability, dtype, precision, hella", [
