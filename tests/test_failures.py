@@ -42,7 +42,6 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, break_los
     flags += ["--val_every", 0, "--keep", 0]
     assert refused("20 updates in a row were not finite: try a lower --max_lr", *flags)
     assert list(read_log(tmp_path)["train"]) == list(range(41 + 20))
-    assert steps(tmp_path) == [15, 30, 45, 60]
     saved = load(tmp_path, 15)
     new = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
     torch.testing.assert_close(saved["model"], new.state_dict(), atol=0, rtol=0)
