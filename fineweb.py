@@ -518,7 +518,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (%(default)s)")
-    add("--val_tokens", type=int, help="to validate, at most (shard_size or max_tokens / 10)")
+    add("--val_tokens", type=int, help="to validate (default: shard_size, at most max_tokens / 10)")
     add("--val_share", type=float, help="their share until then (default 0.1; FineWeb: 1)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")

@@ -5,7 +5,7 @@
 """
 HellaSwag: which of four endings of a text does a model find most likely?
 
-    python hellaswag.py -m gpt2 -d cuda                   GPT-2 124M from Hugging Face
+    python hellaswag.py -m gpt2                           GPT-2 124M from Hugging Face
     python hellaswag.py -m FOLDER -n 1000                 a transformers model, 1,000 examples
     torchrun --nproc_per_node=8 hellaswag.py -m gpt2-xl   eight GPUs share the examples
     python train_gpt2.py --init_from log --max_steps 0    a checkpoint of this project

@@ -585,7 +585,7 @@ def validate(model, loader, tokens: int, process) -> float:
     windows = min(max(1, tokens // loader.T), loader.windows)  # at least one, at most all
     sums = []
     for x, y in loader.batches(range(windows)):
-        with process.autocast():  # the shapes are those of training, so nothing is compiled again
+        with process.autocast():  # the shapes never change, so the model is compiled for them once
             sums.append(model(x, y).sum().detach())
     total = torch.stack(sums).cpu().double().sum().item()  # on the CPU: MPS has no float64
     return sum(process.gather(total)) / (windows * loader.T)
@@ -981,7 +981,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
     """Train, and return the exit status: 0, or 128 plus the number of a signal."""
     model = state.model  # what the training loop calls
     if process.world_size > 1 and args.zero == 0:
-        model = DDP(state.model, gradient_as_bucket_view=True)  # averages gradients, without copies
+        model = DDP(state.model, gradient_as_bucket_view=True)  # averages gradients, kept once
     log = Log(state, args, process)
     signals = []
     if train_loader:
@@ -1040,7 +1040,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             if norm > args.grad_clip > 0:
                 nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
-        model.zero_grad()  # deletes the gradients, whose memory an evaluation can use
+        model.zero_grad()  # deletes the gradients: an evaluation may need their memory
         state.scaler.update()
         state.step = step + 1
         log.record_step(step, loss, lr, norm, skipped > 0)

@@ -39,7 +39,7 @@ NOT_RUN = {"fineweb.py"}  # it downloads
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN |= {"fineweb.py --max_tokens 150000000 --out edu_small", f"train_gpt2.py {FIRST}"}
 NOT_RUN |= {"train_gpt2.py --model d72 --zero 3 --recompute --log_dir log/d72"}
-NOT_RUN |= {"hellaswag.py -m gpt2 -d cuda", f"train_gpt2.py {TUNE} --max_steps 55 --max_lr 3e-5"}
+NOT_RUN |= {"hellaswag.py -m gpt2", f"train_gpt2.py {TUNE} --max_steps 55 --max_lr 3e-5"}
 # Rows of "How to change things": flags, and for each code the text behind (>) or before (<) which it
 # goes, or which it replaces (=)
 FIELDS = '> tokenizer: str = "gpt2"\n'

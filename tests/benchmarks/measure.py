@@ -676,7 +676,7 @@ def main() -> None:
             add("--only", nargs="*", help="rows whose names contain one of these (default: all)")
         if name == "ideas":
             add("--data", required=True, help="folder of shards, such as fineweb.py makes")
-            add("--seeds", type=int, nargs="*", default=[1, 2, 3])
+            add("--seeds", type=int, nargs="*", default=[1, 2, 3], help="a run of each with each")
             add("--own", default="", help="flags for the ideas only, not for GPT-2")
             add("--no-base", dest="base", action="store_false", help="GPT-2's rows are there")
         if name == "price":
