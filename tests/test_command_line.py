@@ -42,6 +42,7 @@ BAD = {
     "sample of nothing": (["--sample"], "--init_from: expected the folder of a run"),
     "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
     "resume and evaluate": (["--resume", "--max_steps", 0], "exclude each other"),
+    "overwrite and evaluate": (["--overwrite", "--max_steps", 0], "exclude each other"),
     "no such device": (["--device", NO_DEVICE], "--device: this machine has"),
 }
 
@@ -73,22 +74,23 @@ def test_a_flag_comes_from_the_first_that_has_it(tmp_path, shards, monkeypatch):
     for a new run too. Where a default depends on the machine, it counts for a resumed run only."""
     log = str(tmp_path / "log")
     flags = "--max_steps 2 --optimizer muon --weight_decay 0.5 --seed 5 --seq_len 8 --val_every 7"
-    assert main("--data_dir", shards, "--log_dir", log, *flags.split(), "--no-compile") == 0
+    flags += f" --no-compile --grad_clip 0.5 --batch_size 3 --data_dir {shards} --log_dir {log}"
+    assert main(*flags.split()) == 0
     monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
-    found = ("seq_len", "total_batch_size", "seed", "weight_decay", "val_every", "compile")
+    found = "seq_len total_batch_size seed weight_decay val_every compile grad_clip batch_size"
     new, resumed = {"log_dir": "nowhere"}, {"log_dir": log, "resume": True}
     for given, expected in [
-        (new, (1024, 2**19, 1337, 0.1, 250, None)),
-        (new | {"optimizer": "muon"}, (1024, 2**19, 1337, 0.2, 250, None)),
-        (new | {"quickstart": True}, (64, 768, 1337, 0.7, 250, None)),
-        (new | {"init_from": log}, (8, 2**19, 1337, 0.1, 250, None)),
-        (resumed | {"quickstart": True}, (8, 256, 5, 0.5, 7, False)),
-        (resumed | {"weight_decay": 0.4, "max_steps": 4000}, (8, 256, 5, 0.4, 7, False)),
-        ({"init_from": log, "max_steps": 0}, (8, 256, 5, 0.5, 7, None)),
-        ({"init_from": log, "sample": True, "seed": 6}, (8, 256, 6, 0.5, 0, None)),
+        (new, (1024, 2**19, 1337, 0.1, 250, None, 1.0, 0)),
+        (new | {"optimizer": "muon"}, (1024, 2**19, 1337, 0.2, 250, None, 1.0, 0)),
+        (new | {"quickstart": True}, (64, 768, 1337, 0.7, 250, None, 1.0, 0)),
+        (new | {"init_from": log}, (8, 2**19, 1337, 0.1, 250, None, 1.0, 0)),
+        (resumed | {"quickstart": True}, (8, 256, 5, 0.5, 7, False, 0.5, 3)),
+        (resumed | {"weight_decay": 0.4, "max_steps": 4000}, (8, 256, 5, 0.4, 7, False, 0.5, 3)),
+        ({"init_from": log, "max_steps": 0}, (8, 256, 5, 0.5, 7, None, 0.5, 0)),
+        ({"init_from": log, "sample": True, "seed": 6}, (8, 256, 6, 0.5, 0, None, 0.5, 0)),
     ]:
         args, source = decide(given)
-        assert tuple(getattr(args, flag) for flag in found) == expected, given
+        assert tuple(getattr(args, flag) for flag in found.split()) == expected, given
         assert source.get("step", 0) == 2 * (log in given.values())
 
 

@@ -342,8 +342,9 @@ def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
 
     hub = Mock(open=lambda path, mode, cache_type: File(None, path, mode, size=len(content)))
     monkeypatch.setattr("fsspec.url_to_fs", lambda address: (hub, address))
-    (batch,) = fineweb.read_file("hf://a.jsonl", "text")
-    assert batch() == ["", "a", "b"]
+    for name, texts in {"a.jsonl": ["", "a", "b"], "a.txt": ["", "", content.decode()]}.items():
+        batches = fineweb.read_file(f"hf://{name}", "text")
+        assert [text for batch in batches for text in batch()] == texts
 
 
 def test_small_corpus_golden(tmp_path, monkeypatch):

@@ -228,8 +228,10 @@ def test_temperature_and_top_k_shape_the_distribution():
         torch.testing.assert_close(shares, expected, atol=0.015, rtol=0)
         assert drawn.unique().tolist() == allowed
     logits[2] = logits[1]
+    before = torch.get_rng_state()
     texts = generate(model, prompt, flags(max_new_tokens=1, temperature=0))
     assert len(texts[:, 1].unique()) == 1
+    assert torch.equal(before, torch.get_rng_state()), "training's random numbers are its own"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

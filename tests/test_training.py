@@ -84,13 +84,15 @@ def test_evaluations_and_samples_change_nothing_of_the_training(tmp_path, shards
 
 @pytest.mark.slow
 def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypatch):
-    """With evaluations too: validation takes the same compiled graph. Checkpoints have the same
-    names. This backend captures graphs as usual, and runs them as PyTorch would."""
+    """Validation takes the same graph, and keeps no activations. Checkpoints have the same names.
+    This backend captures graphs as usual, and runs them as PyTorch would."""
     backend = CompileCounterWithBackend("aot_eager")
     compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
+    kept, stack = [], torch.stack
+    monkeypatch.setattr(torch, "stack", lambda xs: kept.extend(xs) or stack(xs))
     logs, counts = {}, {}
-    often = "--val_every 1 --sample_every 2"
+    often = "--recompute --val_every 1 --sample_every 2"
     modes = {"eager": f"--no-compile {often}", "on": f"--compile {often}", "off": "--compile"}
     for name, flags in modes.items():
         torch.compiler.reset()
@@ -103,6 +105,7 @@ def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypat
     for stream in ("train", "val", "norm"):
         assert logs["on"][stream] == pytest.approx(logs["eager"][stream], abs=1e-4, rel=1e-3)
     assert counts == {"eager": 0, "on": 1, "off": 1}
+    assert kept and not any(x.requires_grad for x in kept)
 
 
 def test_the_console_shows_a_step_a_second(tmp_path, shards, monkeypatch, capsys, break_losses):
