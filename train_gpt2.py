@@ -1040,7 +1040,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             if norm > args.grad_clip > 0:
                 nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
-        model.zero_grad()  # deletes the gradients: an evaluation may need their memory
+        model.zero_grad()  # frees the gradients for an evaluation. (DDP keeps its buckets)
         state.scaler.update()
         state.step = step + 1
         log.record_step(step, loss, lr, norm, skipped > 0)

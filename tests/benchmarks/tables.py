@@ -299,7 +299,7 @@ def table_ideas(flags="") -> list:
             if len(steps) > 1:
                 text += f" ± {statistics.stdev(steps) / len(each) ** 0.5:.4f}"
         table.append([*cells, text])
-    where = source(losses).rpartition(", ")[0]
+    where = source(sorted(losses, key=lambda row: row["date"])).rpartition(", ")[0]
     commits = dict.fromkeys(row["commit"] for rows in found.values() for row in rows)
     return [*table, ["measured", *[""] * 5, f"{where}, {', '.join(commits)}"]] if found else table
 
