@@ -586,7 +586,7 @@ def validate(model, loader, tokens: int, process) -> float:
     sums = []
     for x, y in loader.batches(range(windows)):
         with process.autocast():  # the shapes never change, so the model is compiled for them once
-            sums.append(model(x, y).sum().detach())
+            sums.append(model(x, y).sum().detach())  # a number, which keeps no activations
     total = torch.stack(sums).cpu().double().sum().item()  # on the CPU: MPS has no float64
     return sum(process.gather(total)) / (windows * loader.T)
 
@@ -1040,7 +1040,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             if norm > args.grad_clip > 0:
                 nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
-        model.zero_grad()  # frees the gradients for an evaluation. (DDP keeps its buckets)
+        model.zero_grad()  # so that an evaluation has the gradients' memory (not with DDP)
         state.scaler.update()
         state.step = step + 1
         log.record_step(step, loss, lr, norm, skipped > 0)
