@@ -263,8 +263,8 @@ def measure_memory(args) -> None:
         for model in args.models:
             for limit in args.limits:
                 share = min(1, limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
-                limited = f"torch.cuda.set_per_process_memory_fraction({share})\n    main()"
-                text = change(script, [(f"{START}    main()", f"{START}    {limited}")])
+                limited = f"{START}    torch.cuda.set_per_process_memory_fraction({share})\n"
+                text = change(script, [(START, limited)])
                 free = "torch.cuda.mem_get_info(process.device)[0]"
                 text = change(text, [(free, f"{limit} * 2**30")])
                 for recompute in ("", " --recompute"):

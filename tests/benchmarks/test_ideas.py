@@ -123,3 +123,22 @@ def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypat
         x = torch.arange(16)[None]  # (B, T)
         logits = train_gpt2.GPT.from_pretrained(folder)(x)
         torch.testing.assert_close(logits, changed.GPT.from_pretrained(whole)(x))
+
+
+def test_memory_is_limited_in_a_changed_copy_of_the_script(tmp_path, monkeypatch):
+    """A run of `measure.py memory` has a limit, and the script counts this memory as free."""
+    scripts = []
+
+    def fake_run(self, script, flags):
+        compile(script, "limited", "exec")
+        scripts.append(script)
+        return {"B": 4, "dt": [1.0] * 3, "GiB": 7.5}
+
+    monkeypatch.setattr(measure.Runs, "run", fake_run)
+    gpu = SimpleNamespace(total_memory=64 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    argv = ["measure.py", "memory", "--models", "d12", "--limits", "16"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--results", str(tmp_path)])
+    measure.main()
+    assert len(scripts) == 4  # the chosen B and the largest, without and with --recompute
+    assert "memory_fraction(0.25)\n" in scripts[0] and "0.9 * 16 * 2**30" in scripts[0]
