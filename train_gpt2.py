@@ -150,8 +150,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2, without dropout. Parameters have the names that Hugging Face's GPT-2 gives them. Its
-    matrices have the layout of nn.Linear, (out, in), where Hugging Face stores (in, out)."""
+    """GPT-2, without dropout. Parameters have the names that Hugging Face's GPT-2 gives them, but
+    the matrices of blocks are (out, in), as in nn.Linear, where Hugging Face stores (in, out)."""
 
     def __init__(self, config, recompute=False, residual_dtype=torch.float32, seed=1337):
         super().__init__()
@@ -182,9 +182,7 @@ class GPT(nn.Module):
         # 2 * n_layer projections add their outputs to the residual stream. Dividing their standard
         # deviation by sqrt(2 * n_layer) makes the variance of the final sum independent of n_layer
         residual_std = 0.02 * (2 * self.config.n_layer) ** -0.5
-        # A tied matrix has two names, and keeps the later in the alphabet, that of wte
-        names = {p: name for name, p in sorted(self.named_parameters(remove_duplicate=False))}
-        for p, name in names.items():
+        for name, p in self.named_parameters():  # a tied matrix once, under its first name, wte's
             layer = self.get_submodule(name.rpartition(".")[0])
             if not isinstance(layer, nn.Linear | nn.Embedding):
                 continue
@@ -279,7 +277,7 @@ def head_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, V: int) -> Te
         return fused_cross_entropy(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
     # Keep the padded columns out of the softmax: OpenAI's logits are often near -40, and a 0 would
-    # take nearly all of the probability. A slice would leave rows unaligned; a mask costs nothing
+    # take nearly all of the probability. torch.compile makes this mask free; a slice is unaligned
     is_padding = torch.arange(len(weight), device=x.device) >= V
     logits = logits.masked_fill(is_padding, -math.inf).float()
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
@@ -340,7 +338,7 @@ def loading(what):
 
 
 def read_header(path: Path) -> tuple[int, int]:
-    """Return the byte of a shard where its uint16 tokens begin, and how many. No id is checked."""
+    """Return where the uint16 tokens of a shard begin, in bytes, and how many tokens it has."""
     with loading(path):
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r")
@@ -380,7 +378,7 @@ def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
 class DataLoaderLite:
     """Serve a process its batches of (B, T) tokens. A window is T inputs and the token after
     them, the last target, which also begins the next window. Documents in a window see each other,
-    as in GPT-3. The seed alone decides the order of all windows, which is new in each epoch."""
+    as in GPT-3. Training reads all of them in an order that the seed decides, new in each epoch."""
 
     def __init__(self, split: str, B: int, config, args, process):
         self.B = B
@@ -408,7 +406,7 @@ class DataLoaderLite:
         the device. All processes get equally many; spare rows have targets of -1."""
         for start in windows[:: self.B * self.process.world_size]:
             yield self.ahead.pop((start, windows.stop), None) or self.load(start, windows.stop)
-        # While the GPU computes with the last batch, load the first of the next step, if any
+        # While the GPU computes with the last batch, load the one with which the next step begins
         following = (windows.stop, windows.stop + len(windows))
         self.ahead = {following: self.load(*following)}
 
@@ -457,8 +455,8 @@ SCHEDULES = {
 
 def get_lr(step: int, args) -> float:
     """Return the learning rate of update number `step`, counted from 0."""
-    # The rate rises while the optimizer's averages are still those of a few gradients, and falls in
-    # the end, because smaller steps reach lower losses
+    # The rate rises while the optimizer's averages are still those of a few gradients, and falls
+    # towards the end, because smaller updates reach lower losses
     if step < args.warmup_steps:  # step + 1, because a first rate of 0 would waste the update
         return args.max_lr * (step + 1) / args.warmup_steps
     t = (step - args.warmup_steps) / max(1, args.max_steps - args.warmup_steps)
@@ -524,7 +522,7 @@ def whole(p: Tensor) -> Tensor:
 
 
 def shard_as(p: Tensor, value: Tensor) -> Tensor:
-    """Return a whole tensor as p is: sharded, with the part that this process has of p, or not."""
+    """Return a whole tensor in the form of p: if p is sharded, this process's part of it."""
     if not isinstance(p, DTensor):
         return value
     return distribute_tensor(value.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
@@ -656,12 +654,6 @@ def peak_tokens_per_second(model, T: int, process):
     return None
 
 
-def list_checkpoints(log_dir) -> list:
-    """Return the checkpoints in log_dir, oldest first."""
-    paths = {path.stem.removeprefix("model_"): path for path in Path(log_dir).glob("model_*.pt")}
-    return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
-
-
 class Log:
     """The console, which shows about one step a second, and log.txt, which has them all. Its lines
     are records: step, stream (such as train, val or dt), value."""
@@ -723,6 +715,12 @@ class Log:
 FULL = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
+def list_checkpoints(log_dir) -> list:
+    """Return the checkpoints in log_dir, oldest first."""
+    paths = {path.stem.removeprefix("model_"): path for path in Path(log_dir).glob("model_*.pt")}
+    return [paths[step] for step in sorted(filter(str.isdecimal, paths), key=int)]
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator:
     """Open a binary file for writing that appears under its name only once it is whole."""
@@ -741,7 +739,7 @@ class State:
     model: GPT
     optimizers: list
     scaler: torch.amp.GradScaler
-    step: int = 0  # updates done
+    step: int = 0  # updates done, with those that were skipped
 
 
 def save_checkpoint(state, data: dict, args, process):
@@ -769,20 +767,20 @@ def save_checkpoint(state, data: dict, args, process):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # Bit for bit if B, dtype and processes are the same, on a GPU in PyTorch's deterministic mode
+    # The run goes on bit for bit with the same B, dtype and processes (GPUs: deterministic mode)
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
     groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
     for old, group in zip(saved["optimizer"]["param_groups"], groups, strict=True):
         # The code and the flags decide these, for example betas and weight_decay
-        old |= {name: value for name, value in group.items() if name != "params"}
-        group |= {name: old[name] for name in old.keys() - group.keys()}  # keys you add
+        old.update({name: value for name, value in group.items() if name != "params"})
+        group.update({name: old[name] for name in old.keys() - group.keys()})  # keys you add
     dcp.set_optimizer_state_dict(state.model, state.optimizers, saved["optimizer"], options=FULL)
     # On a CPU, these are parts of the mapped file. Copy them, so that deleting it frees the disk
     for optimizer in state.optimizers:
         for kept in optimizer.state.values():
-            kept |= {name: x.clone() for name, x in kept.items() if torch.is_tensor(x)}
+            kept.update({name: x.clone() for name, x in kept.items() if torch.is_tensor(x)})
 
 
 def load_weights(model, weights: dict):
@@ -813,7 +811,7 @@ def load_source(name: str) -> dict:
     path = [Path(name), *list_checkpoints(name)][-1]  # a log_dir stands for its newest one
     if path.is_file():
         return load_checkpoint(path)
-    expected = f"--init_from: expected the folder of a run, a checkpoint or one of {HUGGING_FACE}"
+    expected = f"--init_from {name}: expected gpt2 ... gpt2-xl, a checkpoint, log_dir or HF folder"
     require(name in HUGGING_FACE or Path(name, "config.json").is_file(), expected)
     return load_hf(name)
 
@@ -834,7 +832,7 @@ def make_config(args, source) -> GPTConfig:
     else:
         require(args.model in SIZES, f"--model {args.model}: expected one of {', '.join(SIZES)}")
         config = replace(GPTConfig(*SIZES[args.model][:4]), **read_meta(args.data_dir) | flags)
-    require(args.seq_len <= config.block_size, f"--seq_len: expected at most {config.block_size}")
+    require(0 < args.seq_len <= config.block_size, f"--seq_len: expected 1 to {config.block_size}")
     return config
 
 
@@ -853,8 +851,9 @@ def choose_batch_size(config, args, process) -> int:
         # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter,
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
-        # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
-        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU. float16 takes 20
+        # Of every token, a block keeps 16 C values for the backward pass: q, k and v, attention's
+        # output, 4 C on each side of GELU, two residual sums and two LayerNorms. The last four are
+        # float32 in float16's training, and count twice here
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
@@ -936,7 +935,7 @@ def prepare(args, source, process) -> tuple:
         val_loader = DataLoaderLite("val", B, config, args, process)
     if args.resume:
         require(train_loader.lengths == source["data"], f"--resume: {args.data_dir} has other data")
-    # Each machine has its own command line. Folders may have other names there: 0 stands for them
+    # Each machine has its own command line. They must agree, but for the names of folders
     facts = {"step": source.get("step", 0), "precision": process.dtype}
     facts["shards"] = [loader.lengths for loader in (train_loader, val_loader) if loader]
     facts |= vars(args) | {"data_dir": 0, "log_dir": 0, "hellaswag_every": process.hellaswag_every}
@@ -970,7 +969,7 @@ def catch_signals(received: list):
 
 
 def update_weights(optimizers, lr: float):
-    """Update every parameter at this learning rate."""
+    """Update every parameter at this learning rate, times the lr_share that its group may have."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_share", 1.0)
@@ -1040,7 +1039,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
             if norm > args.grad_clip > 0:
                 nn.utils.clip_grads_with_norm_(model.parameters(), args.grad_clip, total_norm)
             update_weights(state.optimizers, lr)
-        model.zero_grad()  # so that an evaluation has the gradients' memory (not with DDP)
+        model.zero_grad()  # now, so that an evaluation has the gradients' memory (not with DDP)
         state.scaler.update()
         state.step = step + 1
         log.record_step(step, loss, lr, norm, skipped > 0)
@@ -1092,7 +1091,7 @@ FLAGS = {
         "grad_clip": (float, 1.0, "clip the gradient norm to this, 0: never"),
     },
     "evaluation, samples and checkpoints: --resume keeps these, unless you give other values": {
-        "val_every": (int, None, "validate every so many steps (default: 131M tokens; 0: never)"),
+        "val_every": (int, None, "validate every this many steps (default: 131M tokens; 0: never)"),
         "val_tokens": (int, 20 * 2**19, "tokens to validate on"),
         "hellaswag_every": (int, None, "score HellaSwag (default: val_every, on CUDA; 0: never)"),
         "sample_every": (int, None, "print samples (default: every 131M tokens; 0: never)"),
@@ -1186,7 +1185,7 @@ def find_source(args) -> tuple[dict, dict]:
 def derive_defaults(args) -> dict:
     """Return the defaults that depend on other flags."""
     *_, context, gpt3_rate = SIZES.get(args.model, SIZES["d12"])  # a folder's model has no size
-    # Short runs end lower with small steps: 2000 steps of 2**16 tokens, 4000 of 2**17, 19073 of
+    # Short runs end lower with small batches: 2000 steps of 2**16 tokens, 4000 of 2**17, 19073 of
     # 2**19 = 524288, as GPT-3's. (27.5 is 2**19 / 19073.) See tests/benchmarks/runs
     exponent = round(math.log2(27.5 * max(1, args.max_steps)))
     tokens = args.total_batch_size or 2 ** min(19, max(15, exponent))
@@ -1239,7 +1238,7 @@ def main(argv=None):
         args, source = decide_args(sys.argv[1:] if argv is None else argv)
         if args.export_hf:
             export_hf(GPT.from_pretrained(args.init_from), args.export_hf)
-            print0(f"wrote {args.export_hf}, trained on sequences of {args.seq_len} tokens")
+            print0(f"wrote {args.export_hf}, a model of sequences of {args.seq_len} tokens")
             sys.exit(0)
         process = setup_process(args)
         prepared = prepare(args, source, process)
