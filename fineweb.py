@@ -207,7 +207,7 @@ def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
     """Return the texts of the lines that are not blank. `first` is the number of the first line."""
     texts = [""]
     for number, line in enumerate(lines, first):
-        with naming(f"line {number} (--text_key {text_key})"):
+        with naming(f"line {number}: expected a record with the key {text_key} (--text_key)"):
             if not line.isspace():
                 text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
@@ -222,7 +222,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     number = 1
     while lines := file.readlines(BATCH_SIZE):
         with naming(f"from line {number} on (expected UTF-8)"):
-            encoding = {1: "utf-8-sig"}.get(number, "utf-8")  # -sig skips a byte order mark
+            encoding = "utf-8-sig" if number == 1 else "utf-8"  # -sig skips a byte order mark
             *pieces, rest = cut(rest + b"".join(lines).decode(encoding))
         yield from (partial(list, [piece]) for piece in pieces)
         number += len(lines)
@@ -284,7 +284,7 @@ def cut(text: str) -> Iterator[str]:
 
 
 def read_batches(files: list[str], text_key: str, position: list[int]) -> Iterator[tuple]:
-    """Yield ([file, batch], the file's address, batch), beginning at the position."""
+    """Yield ([number of the file, number of the batch in it], address, batch) from position on."""
     for k in range(position[0], len(files)):
         # What is in a batch depends on the file alone: a position means the same in every run
         for number, batch in enumerate(read_file(files[k], text_key)):
@@ -400,7 +400,7 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
     is_val = choose_validation(args, meta, tokens)
     chunks = meta["progress"]["chunks"]
     if chunks == 0:
-        # Before the first shard, so that a start with other options finds this and is refused
+        # Written before the first shard, so that a start with other options is refused
         os.makedirs(args.out, exist_ok=True)
         write_file(args.meta_path, json.dumps(meta, indent=1).encode())
     for split, chosen in (("val", is_val), ("train", ~is_val)):
@@ -417,12 +417,12 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
-    # Documents are cut into pieces of at most 16 to 8192 tokens, 1/32 of those so far: even a small
-    # corpus gives some of everything. A piece is for validation if this is not above its share
+    # Documents are cut into pieces of 1/32 of all tokens so far, 16 to 8192, so that a small corpus
+    # gives some of everything. A piece is for validation if this has at most its share so far
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
-    # All of the validation is in the first part, which can be read without the others
+    # Only the first part has validation: no part knows how many tokens the others will have
     limit = args.val_tokens if args.part == 1 and args.val_share > 0 else 0
     ends = np.append(np.flatnonzero(tokens == meta["eot"]), len(tokens))  # of documents
     start = 0
@@ -445,7 +445,7 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    # List shards before meta.json: at this moment, another part may write its first of both
+    # List the shards first: meanwhile another part may write its meta.json and then its shards
     shards = glob.glob(f"{glob.escape(args.out)}/*.npy")
     metas = {}
     for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
@@ -463,7 +463,7 @@ def find_meta(args: argparse.Namespace) -> dict:
             require(address in meta["files"], f"{address} is new {since}")
             require(address in files, f"{address} is missing {since}")
             require(files[address] == meta["files"][address], f"{address} has changed {since}")
-    require(args.parts <= len(files), f"--part {args.part}/{args.parts}: found {len(files)} files")
+    require(args.parts <= len(files), f"--part: {args.parts} parts need {args.parts} files or more")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)
     meta = {
@@ -495,13 +495,13 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
-    command += " --log_dir log/" + os.path.basename(os.path.abspath(args.out)).replace(" ", "_")
+    command += " --log_dir " + shlex.quote("log/" + os.path.basename(os.path.abspath(args.out)))
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
+    command += " --optimizer muon"
     if train >= 10**8:
-        # train_gpt2.py's steps have about 27.5 * max_steps tokens: so many make about four epochs
-        steps = round((4 * train / 27.5) ** 0.5)
-        return f"next: {command} --optimizer muon --max_steps {steps}"
+        # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
+        return f"next: {command} --max_steps {round((4 * train / 27.5) ** 0.5)}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
     return f"next, on a GPU (without one, use --tokenizer bytes and another --out): {command}"
 
@@ -517,12 +517,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
-    add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (%(default)s)")
-    add("--val_tokens", type=int, help="to validate (default: shard_size, at most max_tokens / 10)")
-    add("--val_share", type=float, help="their share until then (default 0.1; FineWeb: 1)")
+    add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
+    add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
+    add("--val_share", type=float, help="share of validation until val_tokens (0.1; FineWeb: 1)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
-    add("--workers", type=int, help="processes (default: one a core; hub: three for two cores)")
+    add("--workers", type=int, help="processes (default: 1 per core, from the hub 1.5)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     args.dataset = args.dataset or (None if args.files else FINEWEB)

@@ -8,7 +8,7 @@ HellaSwag: which of four endings of a text does a model find most likely?
     python hellaswag.py -m gpt2                           GPT-2 124M from Hugging Face
     python hellaswag.py -m FOLDER -n 1000                 a transformers model, 1,000 examples
     torchrun --nproc_per_node=8 hellaswag.py -m gpt2-xl   eight GPUs share the examples
-    python train_gpt2.py --init_from log --max_steps 0    a checkpoint of this project
+    python train_gpt2.py --init_from log --max_steps 0    this project's, on a GPU
 
 Guessing scores 0.25, people score 0.95. There are 10,042 validation examples (Zellers et al. 2019,
 arXiv:1905.07830) and two conventions, whose numbers must not be compared with each other:
@@ -185,8 +185,8 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
 
 @torch.no_grad()
 def score(model, examples, device, rank=0, world_size=1) -> Score:
-    """Return how many endings a model chooses correctly. It takes inputs and targets (B, T), and
-    returns token_losses. Every process must call this."""
+    """Return how many endings a model chooses correctly. `model(x, y)` takes inputs and targets,
+    (B, T) each, and returns token_losses. Every process must call this."""
     rows = examples.rows
     limit = BATCH_TOKENS.get(torch.device(device).type, 2**12)
     starts = [0]  # of the batches
@@ -209,7 +209,7 @@ def score(model, examples, device, rank=0, world_size=1) -> Score:
             sums[torch.tensor(indices, device=device)] = result
     if world_size > 1:
         dist.all_reduce(sums)  # an ending is zero in all processes but one
-    # acc_norm is build-nanogpt's get_most_likely_row, which takes the lowest loss per token
+    # acc_norm divides by tokens, as build-nanogpt's get_most_likely_row, or by characters (harness)
     sums = sums.cpu().double().view(-1, 4)
     acc = (sums.argmin(dim=1) == examples.labels).sum()
     acc_norm = ((sums / examples.lengths).argmin(dim=1) == examples.labels).sum()
@@ -220,6 +220,9 @@ def load_model(name, device, dtype):
     """Return a model, as score takes it, and the length of its context."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    is_model = Path(name, "config.json").is_file() or not Path(name).exists()  # or one on the hub
+    advice = f"for a checkpoint, python train_gpt2.py --init_from {name} --max_steps 0"
+    require(is_model, f"{name} is no model of transformers ({advice})")
     ids = AutoTokenizer.from_pretrained(name)("Hello world").input_ids  # [] if the folder has none
     require(ids in ([], [15496, 995]), f"{name} has another tokenizer than GPT-2")
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
