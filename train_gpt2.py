@@ -378,7 +378,7 @@ def window_order(n: int, seed: int, epoch: int) -> np.ndarray:
 class DataLoaderLite:
     """Serve a process its batches of (B, T) tokens. A window is T inputs and the token after
     them, the last target, which also begins the next window. Documents in a window see each other,
-    as in GPT-3. Training reads all of them in an order that the seed decides, new in each epoch."""
+    as in GPT-3. Training reads all windows in an order that the seed decides, new in each epoch."""
 
     def __init__(self, split: str, B: int, config, args, process):
         self.B = B
@@ -767,7 +767,7 @@ def save_checkpoint(state, data: dict, args, process):
 
 def restore_state(state, saved: dict):
     """Set everything but the weights, which are loaded already, to what a checkpoint holds."""
-    # The run goes on bit for bit with the same B, dtype and processes (GPUs: deterministic mode)
+    # Bit for bit with the same B and dtype in one or two processes (GPUs: deterministic mode)
     state.step = saved["step"]
     if state.scaler.is_enabled() and saved["scaler"]:
         state.scaler.load_state_dict(saved["scaler"])
@@ -852,8 +852,8 @@ def choose_batch_size(config, args, process) -> int:
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
         # Of every token, a block keeps 16 C values for the backward pass: q, k and v, attention's
-        # output, 4 C on each side of GELU, two residual sums and two LayerNorms. The last four are
-        # float32 in float16's training, and count twice here
+        # output, 4 C on each side of GELU, two residual sums and two LayerNorms. With float16, the
+        # last four are float32. Here they count twice with bfloat16, too, to be safe
         blocks = 20 * config.n_layer
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
