@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # a test imports this file as a module
 from ideas import ENTRIES, GPT2, IDEAS, count_changes  # noqa: E402, F401
-from mechanisms import MUON, ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
+from mechanisms import ROWS, SCRIPT, change, count_lines  # noqa: E402, F401
 
 ROOT = HERE.parents[1]
 PAGES = [ROOT / "README.md", HERE / "README.md", HERE / "runs" / "README.md"]
@@ -90,9 +90,9 @@ def table_speed() -> list:
     """train_gpt2.py on one GPU."""
     heading = ["model", "flags", "B", "tokens a step", "tokens a second", "ms a step"]
     table = [[*heading, "GiB", "measured"]]
-    rows = [row for flags in ("", MUON) for row in load("speed", unit="ms", flags=flags)]
-    rows = [row for row in rows if row["case"]["script"] == "train_gpt2.py"]
-    for case in unique(rows, "model", "B", "tokens", "script", "flags"):
+    rows = load("speed", unit="ms", script="train_gpt2.py")
+    cases = unique(rows, "model", "B", "tokens", "script", "flags")
+    for case in sorted(cases, key=lambda case: (case["flags"], case["model"], case["tokens"])):
         row = speed_row("speed", case)
         flags = f"`{case['flags']}`" if case["flags"] else ""
         table.append([case["model"], flags, case["B"], f"{case['tokens']:,}", *row])
@@ -102,9 +102,9 @@ def table_speed() -> list:
 def table_peers() -> list:
     """GPT-2 124M in steps of 524,288 tokens, B 64, beside other programs."""
     case = {"model": "d12", "B": 64, "tokens": 2**19, "flags": ""}
-    found = [("`train_gpt2.py`", speed_row("speed", case | {"script": "train_gpt2.py"}))]
-    for other in unique(load("peers"), "script"):
-        found.append((other["script"], speed_row("peers", case | other)))
+    scripts = unique(load("peers"), "script")
+    found = [(each["script"], speed_row("peers", case | each)) for each in scripts]
+    found = [(f"`{name}`" if name.endswith(".py") else name, row) for name, row in found]
     found.sort(key=lambda row: -int(row[1][0].split()[0].replace(",", "")))
     machines = {row[3].split(", ")[1] for _, row in found}
     assert len(machines) == 1, f"programs on different machines do not compare: {machines}"
