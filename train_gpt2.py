@@ -851,10 +851,9 @@ def choose_batch_size(config, args, process) -> int:
         # Bytes: float32 weights, gradients and AdamW's two moments take 16 for a parameter,
         # and copies, in 16 bits or gathered, up to 4
         weights = (16 / shards + 4) * parameters
-        # Of every token, a block keeps 16 C values for the backward pass: q, k and v, attention's
-        # output, 4 C on each side of GELU, two residual sums and two LayerNorms. With float16, the
-        # last four are float32. Here they count twice with bfloat16, too, to be safe
-        blocks = 20 * config.n_layer
+        # Of every token, a block keeps 16 C values for the backward pass: two residual sums, two
+        # LayerNorms, q, k and v, attention's output, 4 C on each side of GELU. float16 takes 20
+        blocks = 20 * config.n_layer  # with any dtype, to be safe
         if args.recompute:  # every block's input, and all values of one block at a time
             blocks = 20 + config.n_layer
         size = 2 if process.dtype in ("bfloat16", "float16") else 4
@@ -990,6 +989,8 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         epochs = get_windows(args.max_steps - 1, args).stop / train_loader.windows
         plan = f"{args.max_steps} steps of {args.total_batch_size:,} tokens, {total:,} in all"
         print0(f"{plan}, {epochs:.2f} epochs, {process.dtype}, B {train_loader.B}")
+        if process.device.type == "cpu" and n > 10**7:
+            print0("this takes long on a CPU: --quickstart trains a model that suits it")
         catch_signals(signals)
 
     # First save and evaluate the model after `step` updates, if due. The last iteration ends there
@@ -1047,7 +1048,7 @@ def train(args, process, state, train_loader, val_loader, examples) -> int:
         require(skipped < 20, "20 updates in a row were not finite: try a lower --max_lr")
 
     if step < args.max_steps:
-        print0("to continue, run the same command with --resume (and without --overwrite)")
+        print0(f"to continue, start {sys.argv[0]} with --resume --log_dir {args.log_dir}")
         return 128 + (signals or [signal.SIGTERM])[0]  # another process may have got the signal
     if args.max_steps > 0:
         print0(f"done: the log is {args.log_dir}/log.txt")
@@ -1116,7 +1117,7 @@ FLAGS = {
         "init_from": (str, "scratch", "gpt2 ... gpt2-xl, a checkpoint, a log_dir, an HF folder"),
         "resume": (bool, False, "continue log_dir's newest checkpoint; without one, start"),
         "overwrite": (bool, False, "delete the run in log_dir first"),
-        "quickstart": (bool, False, "a small GPT on Python's documentation; replaces its last run"),
+        "quickstart": (bool, False, "a small GPT on Python's documentation; alone, it starts anew"),
         "sample": (bool, False, "print what the model of --init_from writes, then exit"),
         "export_hf": (str, None, "folder: write the model of --init_from for transformers"),
     },
@@ -1156,8 +1157,8 @@ def decide_args(argv: list) -> tuple:
     source, kept = find_source(parse(argv, preset))
     args = parse(argv, preset, kept)
     args = parse(argv, derive_defaults(args), preset, kept)
-    if args.quickstart and args.max_steps > 0 and args.log_dir == QUICKSTART["log_dir"]:
-        args.overwrite = not args.resume  # the quickstart replaces its own earlier run
+    if argv == ["--quickstart"]:  # a first run may be repeated, but no other replaces a run unasked
+        args.overwrite = True
     check_args(args)
     if args.resume and not list_checkpoints(args.log_dir):
         print0(f"{args.log_dir} has no checkpoint: a new run begins")

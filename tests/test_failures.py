@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import contents, hook, leaves, load, main, read_log, run, state, steps, write_shards
 
+import fineweb
 import train_gpt2
 
 
@@ -61,19 +62,17 @@ def old(tmp_path, shards):
 
 def test_a_folder_that_holds_a_run_is_left_alone(old, shards, refused, monkeypatch):
     """A new run needs --overwrite there. Where torchrun may start it again, not even that deletes
-    the checkpoints; nor does the quickstart. An evaluation writes nothing."""
+    the checkpoints. An evaluation writes nothing."""
     flags = ["--data_dir", shards, "--log_dir", old, "--seq_len", 16]
     before = contents(old)
     holds = "holds a run: --resume continues it, --overwrite deletes it"
     assert refused(holds, *flags, "--max_steps", 4)
     assert main(*flags, "--init_from", old, "--max_steps", 0) == 0
-    monkeypatch.setitem(train_gpt2.QUICKSTART, "log_dir", str(old))
     message = "torchrun would repeat --overwrite: use --resume"
     for name, value in (("MAX_RESTARTS", "3"), ("USE_AGENT_STORE", "False")):
         with monkeypatch.context() as torchrun:
             torchrun.setenv(f"TORCHELASTIC_{name}", value)
-            for flag in ("--overwrite", "--quickstart"):
-                assert refused(message, *flags, "--max_steps", 4, flag)
+            assert refused(message, *flags, "--max_steps", 4, "--overwrite")
     assert contents(old) == before
     for path in old.glob("*.pt"):
         path.unlink()
@@ -108,14 +107,17 @@ def test_overwrite_deletes_nothing_if_the_start_of_one_process_fails(old, shards
     assert contents(old) == before
 
 
-def test_the_quickstart_replaces_its_own_run_and_no_other(old, shards, monkeypatch, refused):
-    """With --resume it continues that run."""
-    monkeypatch.chdir(old.parent)
-    flags = ["--quickstart", "--data_dir", shards, "--seq_len", 16, "--optimizer", "adamw"]
-    for max_steps, more, expected in ((3, [], 3), (2, [], 2), (3, ["--resume"], 3)):
-        assert main(*flags, "--max_steps", max_steps, *more) == 0
+def test_the_quickstart_alone_replaces_its_run(tmp_path, shards, monkeypatch, refused):
+    """With --resume it continues that run, and with any other flag it needs --overwrite."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fineweb, "main", lambda argv: None)
+    small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
+    monkeypatch.setattr(train_gpt2, "QUICKSTART", train_gpt2.QUICKSTART | small)
+    for more, expected in (([], 2), (["--resume", "--max_steps", "3"], 3), ([], 2)):
+        with pytest.raises(SystemExit, match=r"^0$"):
+            train_gpt2.main(["--quickstart", *more])
         assert len(read_log("log/quickstart")["train"]) == expected
-    assert refused("holds a run", *flags, "--log_dir", old)
+    assert refused("log/quickstart holds a run", "--quickstart")
 
 
 # ---- disks, memory and data

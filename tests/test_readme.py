@@ -26,6 +26,8 @@ RUNS = {
     "fineweb.py --files 'texts/*.txt' --tokenizer bytes --out mine_bytes": "",
     "fineweb.py --files 'texts/*.txt' --out mine": "--tokenizer bytes",
     'train_gpt2.py --quickstart --data_dir mine_bytes --log_dir log/mine_bytes --prompt "The "': SMALL,
+    "train_gpt2.py --sample --init_from log/mine_bytes": "",
+    "train_gpt2.py --resume --log_dir log/mine_bytes --max_steps 3000": "--max_steps 4",
     "train_gpt2.py": f"{SMALL} --model test --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --overwrite": f"{SMALL} --model test --total_batch_size 256",

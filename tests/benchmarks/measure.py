@@ -399,7 +399,7 @@ def fingerprint(script: str, data: str) -> str:
 
 def measure_ideas(args) -> None:
     """Train ideas of ideas.py, or changed copies of the script (--beside), and the unchanged script,
-    for 131M tokens of real data with the same seeds. Every GPU, or without one every core, trains one
+    for 131M tokens, or as --flags say, with the same seeds. Every GPU, or without one every core, trains one
     of them at a time."""
     results = Results(args)
     script = (ROOT / "train_gpt2.py").read_text()
@@ -461,7 +461,9 @@ def measure_ideas(args) -> None:
             return log
 
         # Seed by seed, so that only the first run of each idea has to be compiled
-        started = {pool.submit(train, *key): key for key in product(args.seeds, variants)}
+        keys = list(product(args.seeds, variants))
+        print(f"{len(keys)} runs, up to {len(gpus)} at a time", flush=True)
+        started = {pool.submit(train, *key): key for key in keys}
         steps = {}
 
         def collect(run) -> bool:
@@ -489,6 +491,7 @@ def measure_ideas(args) -> None:
             failed = sum(not collect(run) for run in as_completed(started))
         except KeyboardInterrupt:  # the runs have heard it too, and those that wait must not begin
             pool.shutdown(wait=False, cancel_futures=True)
+            print(f"stopped: {results.path} has the rows of the runs that had ended")
             sys.exit(130)
     variants.pop(GPT2.name, None)
     for name in variants:
