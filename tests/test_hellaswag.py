@@ -179,13 +179,6 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
         hellaswag.load(path, BYTES, 1024)
 
 
-def test_help_offers_a_device_once(monkeypatch, capsys):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
-    with pytest.raises(SystemExit):
-        hellaswag.main(["--help"])
-    assert "--device {auto,cpu}" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @needs_data
 def test_command_line(tmp_path, monkeypatch, capsys):
