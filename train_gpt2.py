@@ -1157,7 +1157,7 @@ def decide_args(argv: list) -> tuple:
     source, kept = find_source(parse(argv, preset))
     args = parse(argv, preset, kept)
     args = parse(argv, derive_defaults(args), preset, kept)
-    if argv == ["--quickstart"]:  # a first run may be repeated, but no other replaces a run unasked
+    if argv == ["--quickstart"]:  # with any other flag, only --overwrite replaces a run
         args.overwrite = True
     check_args(args)
     if args.resume and not list_checkpoints(args.log_dir):
