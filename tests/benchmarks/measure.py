@@ -340,8 +340,8 @@ def measure_price(args) -> None:
 
 
 def measure_scaling(args) -> None:
-    """Time steps of single GPUs, all of which train separately at the same time, and of several, in
-    turns. The rate is 0: what a GPU at its power limit computes depends on the weights."""
+    """Time steps of single GPUs, all of which train separately at the same time, and of two, four and
+    so on, in turns. The rate is 0: what a GPU at its power limit computes depends on the weights."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
     visible = list_gpus()
@@ -349,7 +349,7 @@ def measure_scaling(args) -> None:
         runs = Runs(folder)
         flags = f"--data_dir {folder} --max_lr 0 --batch_size 64 {NEVER} {args.flags}"
         for turn in range(args.turns):
-            for gpus in range(len(visible), 0, -1):
+            for gpus in [2**i for i in range(len(visible).bit_length() - 1, -1, -1)]:
                 for tokens in {2**19, gpus * 2**16} if gpus > 1 else {2**19}:
                     steps = max(14, 14 * 2**19 * gpus // tokens)
                     own = f"{flags} --max_steps {steps} --total_batch_size {tokens}"
