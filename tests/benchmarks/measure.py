@@ -262,7 +262,7 @@ def measure_memory(args) -> None:
         runs = Runs(folder)
         for model in args.models:
             for limit in args.limits:
-                share = min(1, limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+                share = min(1.0, limit * 2**30 / torch.cuda.get_device_properties(0).total_memory)
                 limited = f"{START}    torch.cuda.set_per_process_memory_fraction({share})\n"
                 text = change(script, [(START, limited)])
                 free = "torch.cuda.mem_get_info(process.device)[0]"
