@@ -1258,7 +1258,7 @@ def main(argv=None):
 
 # ---- appendix A: the loss as one kernel ---------------------------------------------------------
 # The logits are the largest tensor, 6.6 GB in bfloat16 at B 64. This kernel overwrites them with
-# the gradient. With PyTorch's compiled loss instead, a step takes about 4% longer on an H100
+# the gradient. With PyTorch's compiled loss instead, a step takes 3 to 4% longer on an H100
 if triton:
 
     @triton.jit
