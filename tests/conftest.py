@@ -62,9 +62,8 @@ def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
     words = [b"the ", b"model ", b"reads ", b"and ", b"writes ", b"tokens ", b"again "]
     for i, size in enumerate((val, *sizes)):
         text = b"".join(words[j] for j in rng.randint(0, len(words), size))[:size]
-        split = "val" if i == 0 else "train"
         tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
-        np.save(folder / f"test_{split}_{i:06d}.npy", tokens)
+        np.save(folder / f"test_{'train' if i else 'val'}_{i:06d}.npy", tokens)
     (folder / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}')
     return folder
 

@@ -138,9 +138,8 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     """So do the tokens between two evaluations and the length of a run: 4 minutes have one, at the
     end. What is given counts, and the rest follows from it."""
     args = defaults(max_steps=max_steps)
-    every = 250 * 2 ** (19 - exponent)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
-    assert args.val_every == args.sample_every == every
+    assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
     args = defaults(max_steps=max_steps, total_batch_size=2**18, sample_every=7)
     assert (args.total_batch_size, args.val_every, args.sample_every) == (2**18, 500, 7)
 
@@ -257,8 +256,9 @@ def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path):
     tokens = np.random.RandomState(0).randint(0, 50257, 3000).astype(np.uint16)
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_0.npy", tokens)
-    flags = "--device cpu --data_dir . --model tiny --seq_len 64 --val_tokens 128 --num_samples 1 --prompt Hello\u2019"
-    flags += f" --total_batch_size 128 --max_new_tokens 4 --sample_every {250 * DATA.exists()}"
+    flags = "--device cpu --data_dir . --model tiny --seq_len 64 --val_tokens 128 --num_samples 1"
+    flags += " --prompt Hello\u2019 --total_batch_size 128 --max_new_tokens 4"
+    flags += f" --sample_every {250 * DATA.exists()}"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["PYTHONIOENCODING"] = "latin-1"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):

@@ -37,8 +37,7 @@ def test_all_processes_skip_an_update_in_which_one_fails(tmp_path, shards, chang
 def test_twenty_skipped_updates_in_a_row_end_the_run(tmp_path, shards, break_losses, refused):
     """Nineteen do not, however often. Before the first good one, the weights are the initial ones,
     and between two others, weights and optimizer state stay as they are."""
-    good = (19, 20, 40)
-    break_losses(lambda n, losses: losses if n in good else losses * math.nan)
+    break_losses(lambda n, losses: losses if n in (19, 20, 40) else losses * math.nan)
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 99, "--save_every", 15]
     flags += ["--val_every", 0, "--keep", 0]
     assert refused("20 updates in a row were not finite: try a lower --max_lr", *flags)
@@ -174,8 +173,7 @@ BIN = "is not a .bin shard of version 1, or it was cut short"
 def test_data_that_cannot_be_used_is_named(tmp_path, shards, refused, name, content, message):
     """In one line, before the run makes log_dir."""
     (shards / name).write_bytes(content)
-    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
-    assert refused(message, *flags)
+    assert refused(message, "--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1)
     assert not (tmp_path / "log").exists()
 
 

@@ -170,8 +170,7 @@ def test_a_file_counts_once_it_has_its_name(tmp_path, shards, monkeypatch):
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
     assert calls == [*known.values()] * 4  # log.txt, three checkpoints
     assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
-    names = {"log.txt", "model_00002.pt", "unfinished.pt"}
-    assert contents(tmp_path / "b").keys() == names
+    assert contents(tmp_path / "b").keys() == {"log.txt", "model_00002.pt", "unfinished.pt"}
     assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
 

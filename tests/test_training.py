@@ -162,8 +162,7 @@ def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
 
 def test_overfit_one_batch_sees_one_batch(tmp_path, shards):
     """Its loss falls to nearly nothing."""
-    log = train(tmp_path / "log", shards, "--max_steps 80 --overfit_one_batch")
-    assert log["train"][79] < 0.5
+    assert train(tmp_path / "log", shards, "--max_steps 80 --overfit_one_batch")["train"][79] < 0.5
 
 
 def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
