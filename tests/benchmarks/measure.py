@@ -93,7 +93,7 @@ class Results:
         self.file = open(self.path, "a")  # noqa: SIM115
         self.always = {"date": str(date.today()), "machine": describe_machine()}
         self.always |= {"torch": torch.__version__, "commit": find_commit(ROOT / script)}
-        self.always |= {"command": " ".join(["measure.py", *sys.argv[1:]])}
+        self.always |= {"command": shlex.join(["measure.py", *sys.argv[1:]])}
 
     def add(self, case: dict, value, unit: str, quiet=False, **other) -> None:
         """Write and print a row. `other` takes the place of what all rows have."""
@@ -340,8 +340,9 @@ def measure_price(args) -> None:
 
 
 def measure_scaling(args) -> None:
-    """Time steps of single GPUs, all of which train separately at the same time, and of two, four and
-    so on, in turns. The rate is 0: what a GPU at its power limit computes depends on the weights."""
+    """Time steps of single GPUs, all of which train separately at the same time, and of all together,
+    half of them and so on, in turns. The rate is 0: what a GPU at its power limit computes depends on
+    the weights."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
     visible = list_gpus()
@@ -349,7 +350,7 @@ def measure_scaling(args) -> None:
         runs = Runs(folder)
         flags = f"--data_dir {folder} --max_lr 0 --batch_size 64 {NEVER} {args.flags}"
         for turn in range(args.turns):
-            for gpus in [2**i for i in range(len(visible).bit_length() - 1, -1, -1)]:
+            for gpus in [len(visible) >> i for i in range(len(visible).bit_length())]:
                 for tokens in {2**19, gpus * 2**16} if gpus > 1 else {2**19}:
                     steps = max(14, 14 * 2**19 * gpus // tokens)
                     own = f"{flags} --max_steps {steps} --total_batch_size {tokens}"
