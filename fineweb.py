@@ -222,7 +222,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     number = 1
     while lines := file.readlines(BATCH_SIZE):
         with naming(f"from line {number} on (expected UTF-8)"):
-            encoding = "utf-8" + "-sig" * (number == 1)  # which skips a byte order mark
+            encoding = {1: "utf-8-sig"}.get(number, "utf-8")  # -sig skips a byte order mark
             *pieces, rest = cut(rest + b"".join(lines).decode(encoding))
         yield from (partial(list, [piece]) for piece in pieces)
         number += len(lines)
