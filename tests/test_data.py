@@ -30,7 +30,10 @@ def make_shards(folder, sizes) -> Path:
 def make_loaders(folder, T, B=1, world=1, seed=1337, shuffle=True, split="train"):
     args = Namespace(data_dir=str(folder), seq_len=T, seed=seed, shuffle=shuffle)
     runs = [make_process(rank, world) for rank in range(world)]
-    return [DataLoaderLite(split, B, GPTConfig(), args, run) for run in runs]
+    loaders = [DataLoaderLite(split, GPTConfig(), args, run) for run in runs]
+    for loader in loaders:
+        loader.B = B
+    return loaders
 
 
 def serve(folder, T, steps, sequences=8, B=1, world=1, first=0, **options) -> np.ndarray:
@@ -111,8 +114,9 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
 
 
 def test_the_split_is_a_word_of_the_name(tmp_path):
-    """A file of training data whose name holds "val" by accident is not validated on."""
-    for name in ("retrieval_train_000", "fineweb_val_000001", "val-001-of-128_000000", "TRAIN.x"):
+    """A file of training data whose name holds "val" by accident is not validated on. Hidden files,
+    such as those of a Mac, are no shards."""
+    for name in ("retrieval_train_000", "fineweb_val_000001", "val-001-of-128_000000", "TRAIN.x", "._train"):
         np.save(tmp_path / f"{name}.npy", np.arange(20, dtype=np.uint16))
     train, val = (set(make_loaders(tmp_path, 8, split=s)[0].lengths) for s in ("train", "val"))
     assert train == {"retrieval_train_000.npy", "TRAIN.x.npy"}
@@ -127,7 +131,8 @@ def test_validation_sees_the_same_tokens_for_every_b(shards, B):
     model.transformer.wte.weight.data[:257] *= 20  # losses then differ from window to window
     data = torch.from_numpy(np.load(shards / "test_val_000000.npy").astype(np.int64))
     args = Namespace(data_dir=str(shards), seq_len=16, seed=1337, shuffle=True)
-    loader = DataLoaderLite("val", B, model.config, args, make_process())
+    loader = DataLoaderLite("val", model.config, args, make_process())
+    loader.B = B
     seen = []
     for tokens, windows in ((7, 1), (16 * 5 + 15, 5), (16 * 62, 62), (10**6, 62)):
         x, y = data[: windows * 16].view(-1, 16), data[1 : windows * 16 + 1].view(-1, 16)
@@ -140,8 +145,8 @@ def test_validation_sees_the_same_tokens_for_every_b(shards, B):
 @pytest.mark.parametrize("names", [["meta.json"], [f"meta-00{i}-of-003.json" for i in (1, 2, 3)]])
 def test_meta_json_names_the_tokenizer_and_all_parts_must_be_there(names, tmp_path):
     """Without it the shards hold GPT-2's tokens. Parts of a dataset have one each."""
-    known = {"tokenizer": "bytes", "vocab_size": 257, "eot": 256}
-    whole = json.dumps(known | {"files": [], "options": {}, "progress": {"done": True}})
+    known = {"tokenizer": "bytes", "vocab_size": 257}
+    whole = json.dumps(known | {"eot": 256, "files": [], "options": {}, "progress": {"done": True}})
     assert read_meta(str(tmp_path)) == {}
     for i, name in enumerate(names, 1):
         (tmp_path / name).write_text(whole)

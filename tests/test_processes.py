@@ -54,10 +54,10 @@ def start(tmp_path_factory):
 
 
 @pytest.mark.parametrize("optimizer, processes, zero, B", [
-    ("adamw", 1, 0, 3), ("adamw", 2, 0, 4), ("adamw", 3, 0, 16), ("adamw", 3, 3, 6), ("muon", 2, 3, 4),
+    ("adamw", 1, 0, 3), ("adamw", 2, 0, 4), ("adamw", 3, 0, 16), ("adamw", 3, 1, 6), ("muon", 2, 1, 4),
     *(pytest.param(*case, marks=slow) for case in [
-        ("adamw", 2, 2, 4), ("adamw", 3, 2, 2), ("adamw", 5, 0, 2),
-        ("adamw", 7, 0, 1), ("muon", 2, 2, 3), ("muon", 3, 0, 4)])
+        ("adamw", 2, 1, 4), ("adamw", 3, 1, 2), ("adamw", 5, 0, 2),
+        ("adamw", 7, 0, 1), ("muon", 2, 1, 3), ("muon", 3, 0, 4)])
 ])  # fmt: skip
 def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processes, zero, B):
     """Also where they divide neither the 16 sequences of a step nor the 40 of the validation. The
@@ -65,7 +65,7 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
     this small model, so that roundings grow 50 times in these 20 steps."""
     flags = ["--optimizer", optimizer, *(["--max_lr", 6e-4] if optimizer == "adamw" else [])]
     one, samples = start(1, *flags)
-    found, its_samples = start(processes, *flags, "--zero", zero, "--batch_size", B)
+    found, its_samples = start(processes, *flags, "--zero" if zero else "--no-zero", "--batch_size", B)
     logs = read_log(one), read_log(found)
     assert list(logs[0]["val"]) == [0, 10, 20] and list(logs[0]["hella"]) == [10, 20]
     assert_close(*logs, tolerance={"adamw": 5e-6, "muon": 2e-3}[optimizer])
@@ -85,8 +85,8 @@ def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, 
     flags = ["--data_dir", shards, "--optimizer", "muon", "--schedule", "constant", "--resume"]
     flags += ["--max_lr", 0.02, "--warmup_steps", 0, "--val_every", 3, "--batch_size", 4]
     assert main(*flags, "--max_steps", 12, "--log_dir", tmp_path / "a") == 0
-    for max_steps, processes, zero in ((3, 3, 0), (5, 2, 0), (7, 1, 0), (9, 3, 3), (12, 2, 2)):
-        own = ["--max_steps", max_steps, "--zero", zero, "--log_dir", tmp_path / "b"]
+    for max_steps, processes, zero in ((3, 3, 0), (5, 2, 0), (7, 1, 0), (9, 3, 1), (12, 2, 1)):
+        own = ["--max_steps", max_steps, *(["--zero"] * zero), "--log_dir", tmp_path / "b"]
         status, _, err = run(*flags, *own, processes=processes)
         assert status == 0 and steps(tmp_path / "b")[-1] == max_steps, err
     assert_close(read_log(tmp_path / "a"), read_log(tmp_path / "b"))
@@ -122,7 +122,7 @@ MEASURED = """
 import ctypes
 ctypes.CDLL(None).mallopt(-3, 2**20)
 torch.use_deterministic_algorithms(False)
-train_gpt2.SIZES["test"] = (4, 4, 1024, 16, 1e-3)
+train_gpt2.SIZES["test"] = (4, 4, 1024, 1e-3)
 make = train_gpt2.make_state
 def status(name):
     return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) / 1024
@@ -139,7 +139,7 @@ train_gpt2.make_state = measured
 def test_a_sharded_model_is_never_whole_on_a_cpu(tmp_path, shards):
     """Beside its own part, 101 MB, a process holds one matrix at a time, of 17 MB, and a copy of its
     part of it. The whole model has 202 MB."""
-    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--zero", 3]
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--zero"]
     status, out, err = run(*flags, processes=2, patch=MEASURED)
     grown = [float(line.split()[-1]) for line in out.splitlines() if "grew by" in line]
     assert status == 0 and len(grown) == 2, err
@@ -175,21 +175,19 @@ def test_one_process_makes_or_downloads_what_all_need(tmp_path):
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
 
 
-@pytest.mark.parametrize("zero, kind", [(2, "Tensor"), pytest.param(3, "DTensor", marks=slow)])
-def test_zero_2_keeps_weights_until_the_backward_pass(tmp_path, shards, zero, kind):
-    """Gathered weights are plain tensors, and sharded ones are DTensors."""
+def test_zero_gathers_the_weights_of_one_block_at_a_time(tmp_path, shards):
+    """After a block has computed, its weights are sharded again, as DTensors."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--val_every", 0]
     weight = "self.transformer.h[0].mlp.c_fc.weight.data"
     patch = hook(f"print('data:', type({weight}).__name__, flush=True)")
-    status, out, err = run(*flags, "--zero", zero, processes=2, patch=patch)
-    assert status == 0 and set(re.findall("data: (.*)", out)) == {kind}, (out, err)
+    status, out, err = run(*flags, "--zero", processes=2, patch=patch)
+    assert status == 0 and set(re.findall("data: (.*)", out)) == {"DTensor"}, (out, err)
 
 
 DIFFERENCES = {
     "step: [2, 0]": "train_gpt2.list_checkpoints = lambda log_dir: []",
     "max_lr: [0.01, 0.02]": "flags += ['--max_lr', '0.02']",
     "precision: ['float32', 'bfloat16']": "flags += ['--dtype', 'bfloat16']",
-    "hellaswag_every: [0, -1]": "P = train_gpt2.Process; train_gpt2.Process = lambda *a: P(*a[:4], -1, *a[5:])",
     "shards: [[{'test_train_000001.npy'": "flags += ['--data_dir', {other!r}]",
 }
 

@@ -59,27 +59,41 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(tmp_path, shards, recipe)
 
 
 def test_a_fork_with_dropout_and_values_of_its_own_is_resumed(tmp_path, shards, monkeypatch):
-    """Masks depend on seed and step, and a group and log.txt keep what a fork puts into them."""
+    """Masks depend on seed and step, log.txt keeps what a fork puts into it, and the groups of
+    parameters may be other ones: the checkpoint has the optimizer's state by parameter."""
     forward, configure = train_gpt2.MLP.forward, train_gpt2.GPT.configure_optimizers
 
     def dropped(self, x):
         return torch.dropout(forward(self, x), 0.1, self.training)
 
-    def marked(self, *args):
+    def count(optimizer, *_):
+        for kept in optimizer.state.values():
+            kept["count"] = kept.get("count", 0) + 1  # a number, and no tensor
+
+    def counted(self, *args):
         optimizers = configure(self, *args)
-        optimizers[0].param_groups[0].setdefault("initial_lr", 1.0)  # as PyTorch's schedulers do
+        optimizers[0].register_step_post_hook(count)
+        return optimizers
+
+    def divided(self, *args):
+        optimizers = counted(self, *args)
+        first = optimizers[0].param_groups[0]
+        optimizers[0].add_param_group(first | {"params": [first["params"].pop()]})
         return optimizers
 
     monkeypatch.setattr(train_gpt2.MLP, "forward", dropped)
     flags = ["--data_dir", shards, "--max_steps", 6, "--save_every", 3, "--keep", 0]
     with monkeypatch.context() as first:
-        first.setattr(train_gpt2.GPT, "configure_optimizers", marked)
+        first.setattr(train_gpt2.GPT, "configure_optimizers", divided)
         assert main(*flags, "--log_dir", tmp_path / "a") == 0
     log = tmp_path / "a/log.txt"
     log.write_text(log.read_text().replace("\n1 lr", "\n1 norm/h.0 0.5\n1 lr"))
     broken = break_off(tmp_path / "a", tmp_path / "b", 3)
-    assert main(*flags, "--log_dir", broken, "--resume") == 0
+    with monkeypatch.context() as again:
+        again.setattr(train_gpt2.GPT, "configure_optimizers", counted)
+        assert main(*flags, "--log_dir", broken, "--resume") == 0
     assert_same_run(tmp_path / "a", broken)
+    assert load(broken, 6)["optimizer"]["transformer.wpe.weight"]["count"] == 6
 
 
 def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_path, shards):
@@ -88,16 +102,10 @@ def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_p
     flags += ["--schedule", "linear", "--final_lr_frac", 0.5, "--warmup_steps", 0]
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
     lower = break_off(tmp_path / "a", tmp_path / "b", 4)
-    saved = load(lower, 4)
-    for group in saved["optimizer"]["param_groups"]:
-        group["betas"] = (0.5, 0.5)  # those of an older version of the code
-    torch.save(saved, lower / "model_00004.pt")
     assert main("--resume", "--log_dir", lower, "--max_lr", 4e-3, "--weight_decay", 0.5) == 0
     rates = [1e-2, 9.375e-3, 8.75e-3, 8.125e-3, 3e-3, 2.75e-3, 2.5e-3, 2.25e-3]
     assert list(read_log(lower)["lr"].values()) == pytest.approx(rates)
-    groups = load(lower, 8)["optimizer"]["param_groups"]
-    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
-    assert [list(group["betas"]) for group in groups] == [[0.9, 0.95]] * 2
+    assert load(lower, 8)["args"]["weight_decay"] == 0.5
 
 
 def test_a_checkpoint_says_what_it_is(tmp_path, shards):
@@ -114,6 +122,21 @@ def test_a_checkpoint_says_what_it_is(tmp_path, shards):
 
 
 # ---- killed
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_is_known_before_its_first_step(tmp_path, shards, optimizer):
+    """Killed there, it is continued with all of its flags, though the command names none of them."""
+    flags = ["--data_dir", shards, "--max_steps", 4, "--val_every", 2, "--seed", 7, "--keep", 0]
+    flags += ["--optimizer", optimizer, "--seq_len", 8]
+    assert main(*flags, "--log_dir", tmp_path / "a") == 0
+    patch = hook("if self.training: os.kill(os.getpid(), signal.SIGKILL)")
+    assert run(*flags, "--log_dir", tmp_path / "b", patch=patch)[0] == -signal.SIGKILL
+    assert list(read_log(tmp_path / "b")) == ["total_batch_size", "vocab_size", "val"]
+    with pytest.raises(SystemExit, match="0"):
+        train_gpt2.main(["--resume", "--log_dir", str(tmp_path / "b")])
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+
 
 # Process `victim` is killed before the line with number `moment` of those that it executes in the
 # script: between any two actions of a start, a step, a record or a save
@@ -168,9 +191,9 @@ def test_a_file_counts_once_it_has_its_name(tmp_path, shards, monkeypatch):
         spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
         monkeypatch.setattr(os, name, spy)
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
-    assert calls == [*known.values()] * 4  # log.txt, three checkpoints
+    assert calls == [*known.values()] * 5  # log.txt, four checkpoints
     assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
-    assert contents(tmp_path / "b").keys() == {"log.txt", "model_00002.pt", "unfinished.pt"}
+    assert contents(tmp_path / "b").keys() == {"log.txt", "model_00000.pt", "model_00002.pt", "unfinished.pt"}
     assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
@@ -240,7 +263,8 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
     assert [steps(b), [*read_log(b)["val"]], [*read_log(b)["train"]]] == [[5], [0, 4], [*range(5)]]
     assert run(*flags, "--log_dir", b, "--resume", processes=processes)[0] == 0
     assert run(*flags, "--log_dir", a, processes=processes)[0] == 0
-    (b / "model_00005.pt").unlink()  # the unbroken run saves nothing at this step
+    (b / "model_00005.pt").unlink()  # the unbroken run saves nothing at this step, but at the start
+    (a / "model_00000.pt").unlink()
     assert_same_run(a, b)
 
 
@@ -290,7 +314,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, refused, cap
         "--total_batch_size 256, not 512": ["--total_batch_size", 512],
         "--optimizer adamw, not muon": ["--optimizer", "muon"], "--seed 1337, not 7": ["--seed", 7],
         "--schedule cosine, not linear": ["--schedule", "linear"],
-        "--shuffle True, not False": ["--no-shuffle"], "beyond --max_steps 3": ["--max_steps", 3],
+        "was made with --shuffle\n": ["--no-shuffle"], "beyond --max_steps 3": ["--max_steps", 3],
         "longer has other data": ["--data_dir", longer],
         "renamed has other data": ["--data_dir", renamed],
     }  # fmt: skip
@@ -310,8 +334,9 @@ def test_a_run_with_a_flag_that_the_script_lacks_is_refused(tmp_path, shards, re
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log"]
     with monkeypatch.context() as fork:
         fork.setitem(train_gpt2.FLAGS[train_gpt2.RUN], "smoothing", (float, 0.0, "of labels"))
+        fork.setitem(train_gpt2.DEFAULTS, "smoothing", 0.0)
         assert main(*flags, "--max_steps", 1) == 0
-    assert refused("holds a run with ['smoothing'], not in this script", *flags, "--resume")
+    assert refused("was made with ['smoothing'], which this script does not have", *flags, "--resume")
     assert main("--init_from", tmp_path / "log", "--max_steps", 0) == 0
 
 

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 import fineweb
 import train_gpt2
-from train_gpt2 import GPT, Muon, get_lr, parse
+from train_gpt2 import GPT, Muon, get_lr
 
 # of a run of ten steps: seed 1337, data of write_shards, 2 layers, 2 heads, 32 channels, T=16
 GOLDEN = [5.555872, 5.223955, 4.872314, 4.361290, 3.934858]
@@ -113,9 +113,10 @@ def test_the_console_shows_a_step_a_second(tmp_path, shards, monkeypatch, capsys
     log.txt has all of them, in build-nanogpt's form, with two more lines at step 0. A step takes
     0.25 s here. A validation takes 9 s, which dt does not count."""
     break_losses(lambda n, losses: losses * math.nan if n == 6 else losses)
-    clock = itertools.count(100, 0.25)  # is read once a step
+    # It is read twice a step: a step begins when the one before it ends
+    clock = itertools.chain([100.0], (100 + n / 4 for n in itertools.count(1) for _ in range(2)))
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(train_gpt2, "validate", lambda *_: sum(next(clock) for _ in range(36)))
+    monkeypatch.setattr(train_gpt2, "validate", lambda *_: sum(next(clock) for _ in range(72)))
     monkeypatch.setattr(train_gpt2, "peak_tokens_per_second", lambda *_: 2048)
     log = train(tmp_path, shards, "--max_steps 15 --val_every 15")
     assert list(log["train"]) == list(range(15)) and list(log["val"]) == [0, 15]
@@ -182,7 +183,8 @@ def test_dtypes_round_and_no_more(tmp_path, shards, monkeypatch):
 
 def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[float]:
     given = {"max_steps": max_steps, "warmup_steps": warmup_steps, "max_lr": 6e-4}
-    args = parse(["--schedule", name], given | {"final_lr_frac": final_lr_frac})
+    given |= {"schedule": name, "final_lr_frac": final_lr_frac}
+    args = Namespace(**train_gpt2.DEFAULTS | given)
     return [get_lr(step, args) for step in range(max_steps + 1)]
 
 
@@ -305,7 +307,8 @@ def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new
     """PyTorch's key has neither the text of an operator nor, in 2.11, the dtype. Ours has both."""
     tags = []
     for given in ("float32", dtype):
-        train_gpt2.setup_process(parse(["--device=cpu", "--dtype", given], {"val_every": 0}))
+        given = {"device": "cpu", "dtype": given, "val_every": 0}
+        train_gpt2.setup_process(Namespace(**train_gpt2.DEFAULTS | given))
         tags.append(torch.compiler.config.cache_key_tag)
         monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT.replace(old, new))
     assert (tags[0] == tags[1]) == is_same

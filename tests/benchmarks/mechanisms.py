@@ -58,19 +58,19 @@ ROWS = [
     ),
     Row(
         "FlashAttention",
-        [("# This function scales", SDPA)],
+        [("# The softmax of q", SDPA)],
         edits=((SDPA, f"{SCORES}.softmax(-1) @ v"),),
     ),
     Row(
         "residual stream in bfloat16",
-        [("# With bfloat16 the residual", "residual_dtype = torch.bfloat16 if"), TO_KERNEL[:1] * 2],
+        [("# A bfloat16 residual stream", "residual_dtype = torch.bfloat16 if"), TO_KERNEL[:1] * 2],
         edits=(FLOAT32_STREAM, TO_KERNEL),
     ),
     Row(
         "loss kernel",
         [
             ("# ---- appendix A", "fused_cross_entropy.register_autograd"),
-            ("# Appendix A computes", "return fused_cross"),
+            ("# Appendix A is faster", "return fused_cross"),
         ],
         edits=(PLAIN_LOSS,),
     ),
@@ -82,7 +82,7 @@ ROWS = [
     Row(
         "padded vocabulary",
         [
-            ("# Pad the vocabulary", "padded_vocab_size = math.ceil"),
+            ("# Pad 50257 to", "padded_vocab_size = math.ceil"),
             ("# The padded rows", "value[self.conf"),
         ],
         edits=(("math.ceil(config.vocab_size / 128) * 128", "config.vocab_size"),),
@@ -112,7 +112,7 @@ ROWS = [
     Row(
         "Muon instead of AdamW",
         [
-            ("# ---- appendix B", "return x.mT if is_tall"),
+            ("# ---- appendix B", "    return x"),
             ("# Muon (appendix B)", "return [Muon"),
         ],
         ADAMW,
@@ -128,7 +128,7 @@ ROWS = [
     ),
     Row(
         "q, k and v apart in Muon",
-        [("# c_attn is divided", "matrices += updates[p].split")],
+        [("# q, k and v apart", "matrices += updates[p].split")],
         base=MUON,
         edits=(('group.get("rows", len(p))', "len(p)"),),
         measures="both",
@@ -150,7 +150,7 @@ ROWS = [
     ),
     Row(
         "warmup",
-        [("# The rate rises", "return args.max_lr *")],
+        [("# It rises while", "return args.max_lr *")],
         "--warmup_steps 0",
         measures="loss",
     ),
@@ -188,7 +188,7 @@ ROWS = [
     Row(
         "smaller residual projections at the start",
         [
-            ("# 2 * n_layer projections", "residual_std = "),
+            ("# The sum of 2 * n_layer", "residual_std = "),
             ('if name.endswith("c_proj', "std = residual_std"),
         ],
         edits=(("std = residual_std", "std = 0.02"),),
