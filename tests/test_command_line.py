@@ -223,15 +223,15 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, refus
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
-    assert refused("was made with --width 4, not 6", *old, "--max_steps", 2, "--resume", *six)
+    assert refused("was made with width 4, not 6", *old, "--max_steps", 2, "--resume", *six)
     assert main(*old, "--max_steps", 2, "--resume") == 0
     assert main(*new, "--max_steps", 1, *six) == 0
     assert main(*new, "--max_steps", 2, "--resume") == 0
     checkpoint = load(tmp_path / "new", 2)
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
-    assert refused("was made with --width 6, not 4", *new, "--max_steps", 3, "--resume", *four)
+    assert refused("was made with width 6, not 4", *new, "--max_steps", 3, "--resume", *four)
     evaluate = ["--init_from", tmp_path / "new", "--max_steps", 0]
-    assert refused("was made with --width 6, not 4", *evaluate, *four)
+    assert refused("was made with width 6, not 4", *evaluate, *four)
     monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "n_layer", (int, 2, "blocks"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "n_layer", 2)
     assert main(*new, "--overwrite", "--max_steps", 1, "--n_layer", 3) == 0

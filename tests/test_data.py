@@ -101,12 +101,12 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone(tmp_path):
     assert np.array_equal(large, np.random.RandomState((1337, 4)).permutation(200_000))
 
 
-def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
-    """llm.c's header is 256 int32. The validation split is never shuffled."""
+@pytest.mark.parametrize("header", [[20240520, 1, 1000, *[0] * 253], []], ids=["llm.c", "nanoGPT"])
+def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
+    """llm.c's header is 256 int32, nanoGPT has none. The validation split is never shuffled."""
     tokens = np.arange(1000, dtype=np.uint16)
     np.save(tmp_path / "x_train_0.npy", tokens)
-    header = np.array([20240520, 1, 1000, *[0] * 253], np.int32)
-    (tmp_path / "x_val_0.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    (tmp_path / "x_val_0.bin").write_bytes(np.array(header, np.int32).tobytes() + tokens.tobytes())
     [npy] = make_loaders(tmp_path, 8, shuffle=False)
     [bin] = make_loaders(tmp_path, 8, split="val", shuffle=True)
     assert npy.windows == bin.windows == 124
@@ -116,7 +116,13 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path):
 def test_the_split_is_a_word_of_the_name(tmp_path):
     """A file of training data whose name holds "val" by accident is not validated on. Hidden files,
     such as those of a Mac, are no shards."""
-    for name in ("retrieval_train_000", "fineweb_val_000001", "val-001-of-128_000000", "TRAIN.x", "._train"):
+    for name in (
+        "retrieval_train_000",
+        "fineweb_val_000001",
+        "val-001-of-128_000000",
+        "TRAIN.x",
+        "._train",
+    ):
         np.save(tmp_path / f"{name}.npy", np.arange(20, dtype=np.uint16))
     train, val = (set(make_loaders(tmp_path, 8, split=s)[0].lengths) for s in ("train", "val"))
     assert train == {"retrieval_train_000.npy", "TRAIN.x.npy"}

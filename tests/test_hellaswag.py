@@ -191,7 +191,7 @@ def test_command_line(tmp_path, monkeypatch, capsys):
         config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
         GPT2LMHeadModel(config).save_pretrained(str(size))
     shutil.copytree("50257", "bytes")
-    train_gpt2.export_tokenizer("bytes", "bytes", 1024)
+    train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer="bytes"), "bytes")
     flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
     hellaswag.main(flags)
     one = capsys.readouterr().out

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import DATA, SMALL, make_process, needs_data
+from conftest import DATA, SMALL, main, make_process, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -158,10 +158,17 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
     model = GPT(GPTConfig(), seed=None)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
     peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
-    peaks |= {"New GPU": None, "NVIDIA T400 4GB": None,  # which is no T4
-              "RTX 3090 Ti": None, "RTX 4090 Laptop GPU": None, "H100 80GB HBM3 MIG 1g.10gb": None}
+    peaks |= {
+        "New GPU": None,
+        "NVIDIA T400 4GB": None,  # which is no T4
+        "RTX 3090 Ti": None,
+        "RTX 4090 Laptop GPU": None,
+        "H100 80GB HBM3 MIG 1g.10gb": None,
+    }
     for name, peak in peaks.items():
-        found = train_gpt2.peak_tokens_per_second(model, 1024, make_process(0, 8, device_name=name, dtype="bfloat16"))
+        found = train_gpt2.peak_tokens_per_second(
+            model, 1024, make_process(0, 8, device_name=name, dtype="bfloat16")
+        )
         assert found == (peak and pytest.approx(8 * peak / flops)), name
 
 
@@ -201,7 +208,7 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
                 logits = logits + (logits.bfloat16() - logits).detach()
             losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
         elif kernel:
-            losses = train_gpt2.fused_cross_entropy(a.bfloat16(), w, targets.to(where), V)[0]
+            losses = train_gpt2.fused_loss(a.bfloat16(), w, targets.to(where), V)[0]
         else:
             losses = train_gpt2.head_cross_entropy(a, w, targets, V)
         (losses * importance.to(losses)).sum().backward()
@@ -256,7 +263,7 @@ def test_weights_cross_over_and_back_bit_for_bit(tmp_path, dtype):
     tokens = random_tokens(2, 16)
     torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
     assert ours.transformer.wte.weight[257:].count_nonzero() == 0
-    export_hf(ours, str(tmp_path / "again"), 16)
+    export_hf(ours, str(tmp_path / "again"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     torch.testing.assert_close(again, theirs.state_dict(), atol=0, rtol=0)
 
@@ -264,7 +271,7 @@ def test_weights_cross_over_and_back_bit_for_bit(tmp_path, dtype):
 def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
     """transformers loads the tokenizer offline, and generates what generate does."""
     model = randomize(GPT(replace(SMALL, block_size=64)))
-    export_hf(model, str(tmp_path / "folder"), 64)
+    export_hf(model, str(tmp_path / "folder"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     text = "héllo <|endoftext|>wörld, "
@@ -279,22 +286,26 @@ def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
 
 
-def test_an_export_has_the_positions_that_were_trained(tmp_path):
-    """A model may have more than the --seq_len of its last training."""
-    model = randomize(GPT(replace(SMALL, block_size=64)))
-    export_hf(model, str(tmp_path), 16)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path).model_max_length == 16
-    assert theirs.config.n_positions == len(theirs.transformer.wpe.weight) == 16
-    tokens = random_tokens(2, 16)
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+def test_a_new_model_has_the_positions_that_it_trains_and_a_loaded_one_keeps_its_own(
+    tmp_path, shards
+):
+    """Of more positions, some would never learn, and the exported model would use them."""
+    flags = ["--data_dir", shards, "--max_steps", 1, "--log_dir"]
+    assert main(*flags, tmp_path / "new", "--seq_len", 8) == 0
+    assert main(*flags, tmp_path / "tuned", "--init_from", tmp_path / "new", "--seq_len", 4) == 0
+    for log_dir in ("new", "tuned"):
+        folder = tmp_path / f"{log_dir}_hf"
+        assert main("--init_from", tmp_path / log_dir, "--export_hf", folder) == 0
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert transformers.AutoTokenizer.from_pretrained(folder).model_max_length == 8
+        assert theirs.config.n_positions == len(theirs.transformer.wpe.weight) == 8
 
 
 @pytest.mark.slow
 @needs_data
 def test_the_exported_tokenizer_is_gpt_2s(tmp_path):
     """It splits a play and odd characters into the same tokens as tiktoken."""
-    train_gpt2.export_tokenizer("gpt2", str(tmp_path), 1024)
+    train_gpt2.export_tokenizer(train_gpt2.GPTConfig(), str(tmp_path))
     ours = train_gpt2.get_tokenizer("gpt2")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     play = (DATA / "tinyshakespeare.txt").read_text()[:50_000]
@@ -318,11 +329,11 @@ def test_what_is_no_gpt_2_is_not_exported(change, tmp_path):
     model = randomize(GPT(SMALL))
     CHANGES[change](model)
     with pytest.raises(UserError, match=r"not a GPT-2|GPT2LMHeadModel with these weights cannot"):
-        export_hf(model, str(tmp_path / "out"), 16)
+        export_hf(model, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="expected a folder"):
-        export_hf(GPT(SMALL), str(tmp_path / "file"), 16)
+        export_hf(GPT(SMALL), str(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("change, message", [

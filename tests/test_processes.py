@@ -65,7 +65,9 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
     this small model, so that roundings grow 50 times in these 20 steps."""
     flags = ["--optimizer", optimizer, *(["--max_lr", 6e-4] if optimizer == "adamw" else [])]
     one, samples = start(1, *flags)
-    found, its_samples = start(processes, *flags, "--zero" if zero else "--no-zero", "--batch_size", B)
+    found, its_samples = start(
+        processes, *flags, "--zero" if zero else "--no-zero", "--batch_size", B
+    )
     logs = read_log(one), read_log(found)
     assert list(logs[0]["val"]) == [0, 10, 20] and list(logs[0]["hella"]) == [10, 20]
     assert_close(*logs, tolerance={"adamw": 5e-6, "muon": 2e-3}[optimizer])

@@ -193,7 +193,12 @@ def test_a_file_counts_once_it_has_its_name(tmp_path, shards, monkeypatch):
     assert main(*flags, "--log_dir", tmp_path / "a") == 0
     assert calls == [*known.values()] * 5  # log.txt, four checkpoints
     assert run(*flags, "--log_dir", tmp_path / "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
-    assert contents(tmp_path / "b").keys() == {"log.txt", "model_00000.pt", "model_00002.pt", "unfinished.pt"}
+    assert contents(tmp_path / "b").keys() == {
+        "log.txt",
+        "model_00000.pt",
+        "model_00002.pt",
+        "unfinished.pt",
+    }
     assert main(*flags, "--log_dir", tmp_path / "b", "--resume") == 0
     assert_same_run(tmp_path / "a", tmp_path / "b")
 
@@ -310,11 +315,11 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, shards, refused, cap
     renamed = write_shards(tmp_path / "renamed")
     (renamed / "test_train_000003.npy").rename(renamed / "test_train_000004.npy")
     others = {
-        "--model test, not d6": ["--model", "d6"], "--seq_len 16, not 8": ["--seq_len", 8],
-        "--total_batch_size 256, not 512": ["--total_batch_size", 512],
-        "--optimizer adamw, not muon": ["--optimizer", "muon"], "--seed 1337, not 7": ["--seed", 7],
-        "--schedule cosine, not linear": ["--schedule", "linear"],
-        "was made with --shuffle\n": ["--no-shuffle"], "beyond --max_steps 3": ["--max_steps", 3],
+        "model test, not d6": ["--model", "d6"], "seq_len 16, not 8": ["--seq_len", 8],
+        "total_batch_size 256, not 512": ["--total_batch_size", 512],
+        "optimizer adamw, not muon": ["--optimizer", "muon"], "seed 1337, not 7": ["--seed", 7],
+        "schedule cosine, not linear": ["--schedule", "linear"],
+        "shuffle True, not False": ["--no-shuffle"], "beyond --max_steps 3": ["--max_steps", 3],
         "longer has other data": ["--data_dir", longer],
         "renamed has other data": ["--data_dir", renamed],
     }  # fmt: skip
@@ -336,7 +341,9 @@ def test_a_run_with_a_flag_that_the_script_lacks_is_refused(tmp_path, shards, re
         fork.setitem(train_gpt2.FLAGS[train_gpt2.RUN], "smoothing", (float, 0.0, "of labels"))
         fork.setitem(train_gpt2.DEFAULTS, "smoothing", 0.0)
         assert main(*flags, "--max_steps", 1) == 0
-    assert refused("was made with ['smoothing'], which this script does not have", *flags, "--resume")
+    assert refused(
+        "was made with ['smoothing'], which this script does not have", *flags, "--resume"
+    )
     assert main("--init_from", tmp_path / "log", "--max_steps", 0) == 0
 
 

@@ -58,7 +58,7 @@ ROWS = [
     ),
     Row(
         "FlashAttention",
-        [("# The softmax of q", SDPA)],
+        [("# This function scales", SDPA)],
         edits=((SDPA, f"{SCORES}.softmax(-1) @ v"),),
     ),
     Row(
@@ -69,8 +69,8 @@ ROWS = [
     Row(
         "loss kernel",
         [
-            ("# ---- appendix A", "fused_cross_entropy.register_autograd"),
-            ("# Appendix A is faster", "return fused_cross"),
+            ("# ---- appendix A", "fused_loss.register_autograd"),
+            ("# Appendix A is faster", "return fused_loss"),
         ],
         edits=(PLAIN_LOSS,),
     ),
@@ -191,6 +191,8 @@ ROWS = [
             ("# The sum of 2 * n_layer", "residual_std = "),
             ('if name.endswith("c_proj', "std = residual_std"),
         ],
+        "--no-zero_init",
+        "--no-zero_init",
         edits=(("std = residual_std", "std = 0.02"),),
         measures="loss",
     ),

@@ -101,8 +101,7 @@ def run(script, *flags) -> int:
 
 @pytest.mark.parametrize("idea", tables.ENTRIES, ids=lambda idea: idea.name)
 def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypatch, shards):
-    """The interrupted run is the unbroken one, bit for bit. Of the trained models, transformers can
-    compute only the one whose initial weights alone are other; --export_hf refuses the others."""
+    """The interrupted run is the unbroken one, bit for bit. --export_hf refuses the trained model."""
     path, whole, folder = (tmp_path / name for name in ("train_gpt2.py", "whole", "folder"))
     path.write_text(tables.change(tables.SCRIPT, idea.edits))
     spec = importlib.util.spec_from_file_location("changed", path)
@@ -116,13 +115,7 @@ def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypat
     broken = break_off(whole, tmp_path / "broken", 3)
     assert run(changed, *flags, "--log_dir", broken, "--resume") == 0
     assert_same_run(whole, broken)
-    status = run(changed, "--init_from", whole, "--export_hf", folder)
-    assert status == (0 if idea.name == "zero-initialized projections" else 2)
-    assert folder.exists() == (status == 0)
-    if folder.exists():
-        x = torch.arange(16)[None]  # (B, T)
-        logits = train_gpt2.GPT.from_pretrained(folder)(x)
-        torch.testing.assert_close(logits, changed.GPT.from_pretrained(whole)(x))
+    assert run(changed, "--init_from", whole, "--export_hf", folder) == 2 and not folder.exists()
 
 
 def test_memory_is_limited_in_a_changed_copy_of_the_script(tmp_path, monkeypatch):
