@@ -115,9 +115,10 @@ class Results:
 
 PEAK = """import atexit
 
-atexit.register(lambda: print("peak", torch.cuda.max_memory_allocated()))
+atexit.register(lambda: print("peak", torch.cuda.max_memory_allocated(), flush=True))
 """
 START = 'if __name__ == "__main__":\n'
+EXIT = "os._exit(status)"  # of a process of several, without atexit
 
 
 class Runs:
@@ -135,6 +136,7 @@ class Runs:
         """Start a run of this script. Its process has the folder of its log as `log_dir`."""
         path = Path(tempfile.mkdtemp(dir=self.folder), "train_gpt2.py")
         peak = PEAK if torch.cuda.is_available() else ""
+        script = script.replace(EXIT, f"atexit._run_exitfuncs(), {EXIT}" if peak else EXIT)
         path.write_text(script.replace(START, peak + START))
         launcher = [sys.executable]
         if gpus.count(","):
@@ -356,9 +358,11 @@ def measure_scaling(args) -> None:
                     own = f"{flags} --max_steps {steps} --total_batch_size {tokens}"
                     names = [",".join(visible[:gpus])] if gpus > 1 else visible
                     started = [runs.start(script, own, gpus=name) for name in names]
-                    ms = statistics.mean(median_ms(runs.finish(process)) for process in started)
+                    logs = [runs.finish(process) for process in started]
+                    ms = statistics.mean(median_ms(log) for log in logs)
                     case = {"GPUs": gpus, "tokens": tokens, "flags": args.flags, "turn": turn}
                     results.add(case, round(ms, 2), "ms")
+                    results.add(case, logs[0]["GiB"], "GiB")
 
 
 # ---- ideas --------------------------------------------------------------------------------------
