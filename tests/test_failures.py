@@ -180,8 +180,8 @@ BIN = "is no .bin shard of version 1, or was cut short"
     ("test_train_000002.npy", b"", "train_000002.npy cannot be loaded"),
     ("test_train_000002.npy", b"some text", "train_000002.npy cannot be loaded"),
     ("a_train.bin", b"", "a_train.bin cannot be loaded"),
-    ("a_train.npy", npy(np.uint16, 10**5, 300), "a_train.npy has tokens beyond 256"),
-    ("test_val_000000.npy", npy(np.uint16, 999, 300), "val_000000.npy has tokens beyond 256"),
+    ("a_train.npy", npy(np.uint16, 10**5, 300), "a_train.npy was cut short, or has tokens beyond 256"),
+    ("test_val_000000.npy", npy(np.uint16, 999, 300), "val_000000.npy was cut short, or has tokens beyond 256"),
 ])  # fmt: skip
 def test_data_that_cannot_be_used_is_named(tmp_path, shards, refused, name, content, message):
     """In one line, before the run makes log_dir."""
@@ -203,7 +203,9 @@ def test_a_token_beyond_the_vocabulary_ends_the_run_where_it_is_read(tmp_path, s
     tokens[600] = 257
     np.save(shards / "test_train_000002.npy", tokens)
     flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 20]
-    assert refused("train_000002.npy has tokens beyond 256", *flags, "--no-shuffle")
+    assert refused(
+        "train_000002.npy was cut short, or has tokens beyond 256", *flags, "--no-shuffle"
+    )
     assert 0 < len(read_log(tmp_path / "log")["train"]) < 9
 
 
@@ -218,7 +220,6 @@ def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypa
         monkeypatch.setattr("hellaswag.fetch", {"HellaSwag": fail}.get(what, lambda: shards / what))
     elif what == "tokenizer":
         flags += ["--sample_every", 4]
-        train_gpt2.get_tokenizer.cache_clear()
         for name in ("tiktoken.Encoding", "tiktoken.get_encoding"):
             monkeypatch.setattr(name, fail)
         assert refused("none holds no train shards", *flags, "--data_dir", shards / "none")

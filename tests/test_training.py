@@ -232,7 +232,7 @@ def test_every_parameter_has_one_optimizer(optimizer):
             assert in_muon or (group["betas"], group["eps"]) == (betas, 1e-8)
             share = 1 / 2 if in_muon and "c_proj" in layer else 1
             assert group.get("lr_share", 1) == share, updated[-1]
-            assert ("rows" in group) == (in_muon and "c_attn" in layer)
+            assert ("split_sizes" in group) == (in_muon and "c_attn" in layer)
     assert sorted(updated) == sorted(names.values())
     model.requires_grad_(False).transformer.h[1].mlp.c_fc.requires_grad_()
     assert model.configure_optimizers(0.3, 6e-4, optimizer), "no empty list of parameters"
@@ -254,7 +254,7 @@ def test_updates_of_muon_are_their_formula():
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     groups = [{"params": params[1:4]}, {"params": params[4:], "lr_share": 0.25}]
-    groups.append({"params": params[:1], "rows": [16, 24, 8]})
+    groups.append({"params": params[:1], "split_sizes": [16, 24, 8]})
     muon = Muon(groups, 0.5, 0.1)
     expected = [p.detach().double() for p in params]
     averages = [torch.zeros_like(p) for p in expected]

@@ -69,10 +69,10 @@ IDEAS = [
         "Henry et al. 2020, arXiv:2010.04245",
         [
             (
-                "        # This function scales by 1 / sqrt(hs)",
+                "        # This is softmax(q @ k.mT",
                 """        q = F.rms_norm(q, (hs,)).to(v.dtype)  # autocast may return float32
         k = F.rms_norm(k, (hs,)).to(v.dtype)
-        # This function scales by 1 / sqrt(hs)""",
+        # This is softmax(q @ k.mT""",
             ),
         ],
     ),
@@ -162,7 +162,7 @@ IDEAS = [
         # The kernel's gradient is that of logits without a cap, so the loss takes the plain path
         [
             (
-                """    # Appendix A is faster. To change the loss, delete this, with logits = 16 in choose_batch_size
+                """    # Appendix A is faster. To change the loss, delete this `if`, and its 2 in choose_batch_size
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_loss(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
@@ -176,10 +176,10 @@ IDEAS = [
                 "            return 30 * torch.tanh(self.lm_head(x)[..., :V].float() / 30)",
             ),
             (
-                """        # The kernel has one copy of the logits. PyTorch's loss also has some in float32
-        logits = 2 if triton and process.dtype == "bfloat16" else 16
+                """        # The kernel keeps one copy of the logits. PyTorch's loss also keeps some in float32
+        logits = config.vocab_size * (2 if triton and process.dtype == "bfloat16" else 16)
 """,
-                """        logits = 16  # PyTorch's loss has copies of the logits in float32
+                """        logits = config.vocab_size * 16  # PyTorch's loss has copies in float32
 """,
             ),
         ],

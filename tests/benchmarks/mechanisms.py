@@ -58,7 +58,7 @@ ROWS = [
     ),
     Row(
         "FlashAttention",
-        [("# This function scales", SDPA)],
+        [("# This is softmax(", SDPA)],
         edits=((SDPA, f"{SCORES}.softmax(-1) @ v"),),
     ),
     Row(
@@ -130,7 +130,7 @@ ROWS = [
         "q, k and v apart in Muon",
         [("# q, k and v apart", "matrices += updates[p].split")],
         base=MUON,
-        edits=(('group.get("rows", len(p))', "len(p)"),),
+        edits=(('group.get("split_sizes", len(p))', "len(p)"),),
         measures="both",
     ),
     Row(
@@ -188,7 +188,7 @@ ROWS = [
     Row(
         "smaller residual projections at the start",
         [
-            ("# The sum of 2 * n_layer", "residual_std = "),
+            ("# 2 * n_layer projections", "residual_std = "),
             ('if name.endswith("c_proj', "std = residual_std"),
         ],
         "--no-zero_init",
