@@ -1,14 +1,17 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["datasets", "numpy", "tiktoken"]
+# dependencies = ["datasets", "numpy", "tiktoken", "tqdm"]
 # ///
 """Turn documents into shards of tokens for train_gpt2.py: exact, on every core, safe to kill.
 
 python fineweb.py                                       # FineWeb-Edu, 10B tokens: edu_fineweb10B/
-python fineweb.py --files 'texts/*.jsonl' --out mine    # .jsonl, .txt (.gz, .xz, .zst), .parquet
+python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files, globs
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 slices of the files
 
+A folder stands for all files in it that are not hidden. A row of a .jsonl, .json, .csv, .tsv or
+.parquet file is a document; any other file is text in UTF-8, and one document, unless lines with
+nothing but <|endoftext|> divide it, as in TinyStories. A file may be packed (.gz, .xz, .zst).
 A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
 text, and may be cut by shards. A killed run continues with the same command, to the same bytes."""
 
@@ -29,21 +32,28 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
+from itertools import islice, zip_longest
 from multiprocessing import connection, get_context
 from pathlib import Path
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
-META_VERSION = 7  # raised whenever a folder of an older version cannot be continued
+META_VERSION = 8  # raised whenever a folder of an older version cannot be continued
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"  # as in tiktoken
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
 OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
-BATCH_SIZE = 2**19  # bytes of .jsonl, characters of .txt in a batch: ~0.06 s of work for a worker
+# Lines between two documents of a text. A search is 200 times faster if a pattern begins with text
+MARK = re.compile(r"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
+BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
 GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
 ROWS = 128  # rows of such a batch: ~0.6 MB of FineWeb
+LINES = "python -c 'import json; [print(json.dumps(r)) for r in json.load(open(0))]' < OLD > NEW"
+MEND = "mend or remove it, and the same command continues"
+ADVICE = "undo this, choose another --out, or delete the folder to start over"
 
 
 class UserError(ValueError):
@@ -99,28 +109,36 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 # The main process cuts files into batches. A batch is a function that a worker calls: parse_lines
 # on some lines, list on some texts, or read_group, which reads a row group from disk or hub.
 # It returns texts. The first one continues the last document of the batch before it, or is empty.
-# Every other text is a new document.
+# Every other text is a new document. None is a row without a text, which is no document.
 
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
-    """Return the dataset's files in order: {address: what changes when its content changes}."""
+    """Return the dataset's files in order: {address: [size, what changes with the content]}."""
     # Addresses on the hub name a commit: hf://datasets/NAME@COMMIT/sample/10BT/000_00000.parquet.
     # A folder keeps the commit (pydocs: the version of Python) with which it was begun
     if args.dataset and metas:
         return next(iter(metas.values())).get("files", {})
     if args.dataset == "pydocs":
-        return {"pydocs": [sys.version.split()[0]]}
-    paths = {}
-    for name in map(os.path.expanduser, args.files or []):  # a name, even with brackets, or a glob
-        matches = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
-        require(matches, f"--files {name}: there is no such file")
-        paths |= {os.path.realpath(path): path for path in matches}  # a file may have two names
-    files = {p: [os.path.getsize(p), os.stat(p).st_mtime_ns] for p in sorted(paths.values())}
+        return {"pydocs": [0, sys.version.split()[0]]}
     if args.dataset:
-        files = {address: [] for address in find_on_hub(args.dataset, args.name)}
-    for address in files:
-        known = re.search(r"\.(parquet|(jsonl?|txt)(\.(gz|xz|zst))?)$", address)
-        require(known, f"{address}: expected .jsonl, .json, .txt (also .gz, .xz, .zst) or .parquet")
+        return {address: [0, address] for address in find_on_hub(args.dataset, args.name)}
+    paths = {}
+    for name in map(os.path.expanduser, args.files):
+        # A name, even with brackets, or a glob. A folder stands for all that is not hidden in it
+        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        for path in list(found):
+            found += glob.glob(f"{glob.escape(path)}/**", recursive=True)
+        found = sorted(filter(os.path.isfile, found))
+        require(found, f"--files {name}: there is no such file")
+        paths |= {os.path.realpath(path): os.path.abspath(path) for path in found}  # no file twice
+    files = {}
+    for path in sorted(paths.values()):
+        if not os.path.realpath(path).startswith(os.path.realpath(args.out) + os.sep):  # no shards
+            with open(path, "rb") as file:  # its first and last 64 KB, as to read it all takes long
+                ends = file.read(2**16)
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - 2**16))
+                files[path] = [size, hashlib.sha256(ends + file.read()).hexdigest()]
     return files
 
 
@@ -135,36 +153,41 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
         return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
 
 
-def read_file(address: str, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a file."""
+def read_file(address: str, text_key: str) -> Iterator[tuple]:
+    """Yield (bytes or rows in the batch, share of the file that has been read, batch)."""
+    name, packing = re.fullmatch(r"(.*?)(\.gz|\.xz|\.zst|)", address.lower(), re.DOTALL).groups()
+    ending = os.path.splitext(name)[1]
     with naming(address):
         if address == "pydocs":
-            yield partial(list, ["", *read_pydocs()])
-        elif address.endswith(".parquet"):
+            yield 1, 1.0, partial(list, ["", *read_pydocs()])
+        elif ending == ".parquet":
             yield from read_parquet(address, text_key)
-        elif re.search(r"\.txt(\.\w+)?$", address):
-            yield from read_txt(open_file(address))
         else:
-            yield from read_jsonl(open_file(address), text_key)
+            packed = file = open_file(address, "readahead")
+            end = max(1, file.seek(0, os.SEEK_END))
+            file.seek(0)
+            if packing == ".zst":
+                import pyarrow  # unlike zstandard's, its stream notices a truncated file
+
+                packed = pyarrow.CompressedInputStream(file, "zstd")
+            lines = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(packed)
+            if ending in (".csv", ".tsv"):
+                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
+            elif ending in (".json", ".jsonl"):
+                batches = read_jsonl(lines, text_key)
+            else:
+                batches = read_txt(lines)
+            yield from ((size, file.tell() / end, batch) for size, batch in batches)
 
 
-def open_file(address: str) -> io.BufferedIOBase:
-    """Open a file, local or on the hub, decompressed."""
-    if "://" in address:
-        import fsspec
+def open_file(address: str, cache: str) -> io.BufferedIOBase:
+    """Open a file, local or on the hub."""
+    if "://" not in address:
+        return open(address, "rb")
+    import fsspec
 
-        system, path = fsspec.url_to_fs(address)
-        if address.endswith(".parquet"):  # of which only the texts are fetched
-            return system.open(path, "rb", cache_type="none")
-        file = io.BufferedReader(system.open(path, "rb", cache_type="readahead"))
-    else:
-        file = open(address, "rb")  # noqa: SIM115
-    if address.endswith(".zst"):
-        import pyarrow  # unlike zstandard's, its stream notices a truncated file
-
-        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(address[-3:])
-    return unpack(file) if unpack else file
+    system, path = fsspec.url_to_fs(address)
+    return system.open(path, "rb", cache_type=cache)
 
 
 @lru_cache(1)
@@ -173,60 +196,98 @@ def open_parquet(address: str):
     from pyarrow import parquet
 
     # The buffer holds the texts of FineWeb's row groups, so that each of them is one request
-    return parquet.ParquetFile(open_file(address), buffer_size=2**24)  # bytes
+    return parquet.ParquetFile(open_file(address, "none"), buffer_size=2**24)  # bytes
 
 
-def read_parquet(address: str, text_key: str) -> Iterator[partial]:
+def read_parquet(address: str, text_key: str) -> Iterator[tuple]:
     """Yield the batches of a .parquet file: its row groups, which in FineWeb have 1,000 rows."""
     open_parquet.cache_clear()  # in an earlier call of main, another file may have had this name
     file = open_parquet(address)
+    names = file.schema_arrow.names
+    require(text_key in names, f"found the columns {names}, expected {text_key}: see --text_key")
+    row = 0  # so many rows are before the batch
     for group in range(file.num_row_groups):
-        if file.metadata.row_group(group).total_byte_size <= GROUP_SIZE:
-            yield partial(read_group, address, text_key, group)
+        info = file.metadata.row_group(group)
+        batch = partial(read_group, address, text_key, group, row)
+        if info.total_byte_size <= GROUP_SIZE:
+            row += info.num_rows
+            yield info.num_rows, row / file.metadata.num_rows, batch
         else:  # pandas writes a million rows as one group: too many for a worker's memory
-            for rows in file.iter_batches(ROWS, [group], [text_key]):
-                yield partial(list, ["", *rows.column(text_key).to_pylist()])
+            texts = islice(batch(), 1, None)
+            while rows := list(islice(texts, ROWS)):
+                row += len(rows)
+                yield len(rows), row / file.metadata.num_rows, partial(list, ["", *rows])
 
 
-def read_group(address: str, text_key: str, group: int) -> Iterator[str]:
+def read_group(address: str, text_key: str, group: int, row: int) -> Iterator[str | None]:
     """Yield the texts of a row group, which the process that tokenizes them reads itself."""
     yield ""
     for rows in open_parquet(address).iter_batches(ROWS, [group], [text_key]):
-        yield from rows.column(text_key).to_pylist()
+        for value in rows.column(text_key):
+            row += 1
+            with naming(f"row {row}: expected a text (--text_key names its column; {MEND})"):
+                text = value.as_py()
+                require(isinstance(text, str | None), f"found {type(text).__name__}")
+            yield text
 
 
-def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
+def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[tuple]:
+    """Yield the batches of a .csv or .tsv file, whose first row names the columns."""
+    from pyarrow import csv, string
+
+    header = file.peek(1000).splitlines()[:1]
+    parse = csv.ParseOptions(newlines_in_values=True, delimiter=delimiter)
+    size = csv.ReadOptions(block_size=GROUP_SIZE)  # no row may be longer
+    convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
+    with naming(f"found the columns {header}, expected {text_key}: see --text_key"):
+        blocks = csv.open_csv(file, size, parse, convert)
+    for block in blocks:
+        for start in range(0, len(block), ROWS):
+            texts = block.column(0).slice(start, ROWS).to_pylist()
+            yield len(texts), partial(list, ["", *(text or None for text in texts)])  # "" is none
+
+
+def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
     """Yield the batches of a .jsonl file, or of a .json file that has a record on each line too."""
     number = 1
     while lines := file.readlines(BATCH_SIZE):
-        yield partial(parse_lines, lines, number, text_key)
+        yield sum(map(len, lines)), partial(parse_lines, lines, number, text_key)
         number += len(lines)
 
 
-def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str]:
+def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str | None]:
     """Return the texts of the lines that are not blank. `first` is the number of the first line."""
     texts = [""]
     for number, line in enumerate(lines, first):
-        with naming(f"line {number}: expected a record with the key {text_key} (--text_key)"):
-            if not line.isspace():
+        if not line.isspace():
+            expected = f"expected a record with a text as {text_key} (--text_key) on each line"
+            advice = {b"[": LINES}.get(line.lstrip()[:1], MEND)  # it may be an array
+            with naming(f"line {number}: {expected}, found {line[:50]!r}; {advice}"):
                 text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-                texts.append(re.sub("[\ud800-\udfff]", "\ufffd", text))
+                if text is not None:
+                    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
+            texts.append(text)
     return texts
 
 
-def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
-    """Yield the batches of one document. If it has lines, it may be larger than the memory."""
-    yield partial(list, ["", ""])
-    rest = ""
+def read_txt(file: io.BufferedIOBase) -> Iterator[tuple]:
+    """Yield the batches of a text file. If it has lines, it may be larger than the memory."""
+    rest = "<|endoftext|>\n"  # the line that begins the first document
     number = 1
     while lines := file.readlines(BATCH_SIZE):
-        with naming(f"from line {number} on (expected UTF-8)"):
-            encoding = {1: "utf-8-sig"}.get(number, "utf-8")  # -sig skips a byte order mark
-            *pieces, rest = cut(rest + b"".join(lines).decode(encoding))
-        yield from (partial(list, [piece]) for piece in pieces)
+        block = b"".join(lines)
+        try:
+            # -sig skips a byte order mark
+            *pieces, rest = cut(rest + block.decode({1: "utf-8-sig"}.get(number, "utf-8")))
+        except UnicodeDecodeError as error:
+            number += block.count(b"\n", 0, error.start)
+            advice = "convert it (iconv -f WINDOWS-1252 -t UTF-8), or name other --files"
+            raise UserError(f"line {number} is not text in UTF-8: {advice}") from error
+        yield len(block), partial(MARK.split, "".join(pieces))
         number += len(lines)
-    yield partial(list, [rest])
+    rest = re.sub(r"\n<\|endoftext\|>\s*\Z", "\n", rest)  # at the end, none begins
+    yield 1, partial(MARK.split, rest)
 
 
 def read_pydocs() -> Iterator[str]:
@@ -271,8 +332,9 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 def cut(text: str) -> Iterator[str]:
     """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
     # GPT-2's pattern always splits a text before a blank or a line end that a word follows, so the
-    # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place
-    until_break = re.compile(r"(?s:.+)(?=[ \n]\S)")
+    # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place,
+    # but for those around the end of a line <|endoftext|>, which MARK must see whole
+    until_break = re.compile(r"(?s:.+)(?<!\|>)(?<!\|>[\r\n])(?<!\|>\r\n)(?=[ \n]\S)")
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
@@ -283,26 +345,30 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def read_batches(files: list[str], text_key: str, position: list[int]) -> Iterator[tuple]:
-    """Yield ([number of the file, number of the batch in it], address, batch) from position on."""
-    for k in range(position[0], len(files)):
-        # What is in a batch depends on the file alone: a position means the same in every run
-        for number, batch in enumerate(read_file(files[k], text_key)):
-            if [k, number] >= position[:2]:
-                yield [k, number], files[k], batch
+def read_batches(files: dict[str, list], text_key: str, position: list) -> Iterator[tuple]:
+    """Yield ((place, share of the bytes read), address, batch) from a position on."""
+    # A place is the number of a file, and how many bytes or rows of it have been read
+    sizes = [size + 1 for size, _ in files.values()]  # on the hub, all files count alike
+    for k, address in list(enumerate(files))[position[0] :]:
+        offset = 0
+        for size, share, batch in read_file(address, text_key):
+            offset += size
+            if [k, offset] >= position[:2]:
+                read = sum(sizes[:k]) + share * sizes[k]
+                yield ([k, offset], read / sum(sizes)), address, batch
 
 
-def encode(tokenizer: str, address: str, batch: partial) -> np.ndarray:
-    """Return the tokens of a batch, whose first text continues a document."""
+def encode(tokenizer: str, address: str, batch: partial) -> tuple[np.ndarray, int]:
+    """Return the tokens of a batch, whose first text continues a document, and its rows without."""
     enc = get_tokenizer(tokenizer)
     pieces = []
     with naming(address):
-        for text in batch():
-            require(isinstance(text, str), f"expected a text, found {type(text)}")
+        texts = list(batch())
+        for text in (text for text in texts if text is not None):
             pieces.append([enc.eot_token])
             # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
             pieces += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
-    return np.concatenate(pieces[1:], dtype=np.uint16, casting="unsafe")
+    return np.concatenate(pieces[1:], dtype=np.uint16, casting="unsafe"), texts.count(None)
 
 
 def work(pipe: connection.Connection, tokenizer: str) -> None:
@@ -318,7 +384,7 @@ def work(pipe: connection.Connection, tokenizer: str) -> None:
 
 
 def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
-    """Yield ([file, batch], tokens) of all batches, in order, encoded by this many processes."""
+    """Yield (place, result of encode) for all batches, in order, by this many processes."""
     if workers == 1:
         yield from ((place, encode(tokenizer, *job)) for place, *job in batches)
         return
@@ -333,7 +399,7 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
         other.close()  # now the worker alone holds this end: when it dies, the pipe ends
         busy[pipe] = [None, None]
     signal.signal(signal.SIGINT, handler)
-    waiting = []  # [place, tokens or None], in the order of the documents
+    waiting = []  # [place, result or None], in the order of the documents
     try:
         while busy:
             # Workers that are far ahead wait for the oldest batch: tokens must not fill the memory
@@ -357,25 +423,36 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
 # The documents of all files, one after the other, are one long stream of tokens, which is cut into
 # chunks of --shard_size tokens. A chunk is filled in memory. While the next one is being filled, a
 # thread divides it into validation and training, writes a shard of each, and then meta.json, which
-# says how many chunks are finished, and where the next one begins: [file, batch in the file, token
-# in the batch]. So the folder always holds some whole chunks and the position behind them. After a
-# kill, the same command reads on from there: the work on two chunks at most is lost. Shards that
-# were not yet in meta.json are written again, with the same bytes, because these depend on the
-# documents and the options alone.
+# says how many chunks are finished, and where the next one begins: [file, offset of a batch in it,
+# token in this batch, hash of the tokens before that]. So the folder always holds some whole chunks
+# and the position behind them. After a kill, the same command reads on from there: the work on two
+# chunks at most is lost. Shards that were not yet in meta.json are written again, with the same
+# bytes, because these depend on the documents and the options alone. What was read must be as it
+# was, under whatever name. What was not read may change, so that a file can be mended.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
     """Fill chunk after chunk from the position in meta.json on."""
-    files = list(meta["files"])[args.part - 1 :: args.parts]  # every N-th, from the I-th on
+    if meta["progress"]["chunks"] == 0:  # the folder is tried before hours of work
+        os.makedirs(args.out, exist_ok=True)
+        write_file(args.meta_path, json.dumps(meta, indent=1).encode())
+    files = dict(list(meta["files"].items())[args.part - 1 :: args.parts])
     position = meta["progress"]["position"]
+    nulls = meta["rows_without_text"]
     total = count_tokens(meta)  # tokens of this part so far
     budget = args.max_tokens or sys.maxsize
     chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
+    start = position[2]  # tokens of the first batch that are in a chunk already
+    changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
     batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
-    with ThreadPoolExecutor(1) as writer:
+    # None: a terminal shows a bar, a log file nothing
+    bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)
+    with bar, ThreadPoolExecutor(1) as writer:
         saved = writer.submit(int)  # the chunk before: at first none, and int() returns
-        for place, tokens in batches:
-            start = position[2] if place == position[:2] else 0  # the first may be partly written
+        for (place, share), (tokens, new_nulls) in batches:
+            read = [*place, start, hashlib.sha256(tokens[:start]).hexdigest()]
+            require(start == 0 or read == position, changed)
+            nulls += new_nulls * (start == 0)
             while start < len(tokens) and total < budget:
                 filled = total % args.shard_size  # tokens in the chunk
                 # Up to the end of the batch, of the chunk, or of the budget
@@ -385,24 +462,23 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
                 total += size
                 if filled + size == args.shard_size:
                     saved.result()  # waits for the chunk before, and raises what went wrong there
-                    saved = writer.submit(save_chunk, args, meta, chunk, [*place, start])
+                    read = [*place, start, hashlib.sha256(tokens[:start]).hexdigest()]
+                    saved = writer.submit(save_chunk, args, meta, chunk, nulls, read)
                     chunk = np.empty_like(chunk)
-            if sys.stderr.isatty():  # the next line that is printed replaces this one
-                print(f"{total / 1e6:,.1f}M tokens\r", end="", file=sys.stderr)
+            bar.total = min(budget, round(total / max(share, 1e-9)))  # about, if not the budget
+            bar.update(total - bar.n)
+            start = 0
             if total == budget:
                 break
+        require(start == 0, changed)
         saved.result()
-    save_chunk(args, meta, chunk[: total % args.shard_size], None)  # may be short or empty
+    save_chunk(args, meta, chunk[: total % args.shard_size], nulls)  # may be short or empty
 
 
-def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, position: list | None):
+def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list | None = None):
     """Write a shard of each split, then meta.json with the next position (None at the end)."""
     is_val = choose_validation(args, meta, tokens)
     chunks = meta["progress"]["chunks"]
-    if chunks == 0:
-        # Written before the first shard, so that a start with other options is refused
-        os.makedirs(args.out, exist_ok=True)
-        write_file(args.meta_path, json.dumps(meta, indent=1).encode())
     for split, chosen in (("val", is_val), ("train", ~is_val)):
         if chosen.any():
             name = f"{split}{args.suffix}_{chunks:06d}.npy"
@@ -412,6 +488,7 @@ def save_chunk(args: argparse.Namespace, meta: dict, tokens: np.ndarray, positio
             sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
     meta["progress"] = {"chunks": chunks + 1, "position": position, "done": position is None}
+    meta["rows_without_text"] = nulls
     write_file(args.meta_path, json.dumps(meta, indent=1).encode())
 
 
@@ -450,19 +527,23 @@ def find_meta(args: argparse.Namespace) -> dict:
     metas = {}
     for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
         with naming(f"{path} is damaged: delete the folder to start over"):
-            metas[f"{args.out}/{Path(path).name}"] = json.loads(Path(path).read_bytes())
+            meta = json.loads(Path(path).read_bytes())
+            if shards or meta.get("progress", {}).get("chunks") != 0:  # else nothing was made yet
+                metas[f"{args.out}/{Path(path).name}"] = meta
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
-    advice = "choose another --out, or delete the folder to start over"
     for path, meta in metas.items():  # of the other parts too: training reads all as one dataset
         for key, new in options.items():
             old = meta.get("options", {}).get(key)
-            require(old == new, f"{path} has {key} {old}, not {new}: {advice}")
-        since = f"since {path} was written: {advice}"
-        for address in files | meta["files"]:
-            require(address in meta["files"], f"{address} is new {since}")
-            require(address in files, f"{address} is missing {since}")
-            require(files[address] == meta["files"][address], f"{address} has changed {since}")
+            require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
+        # All files that were read to their end must be there, in this order, under whatever names
+        is_fixed = meta["progress"]["done"] or args.dataset
+        stop = None if is_fixed else meta["progress"]["position"][0]
+        part = slice(meta["part"] - 1, None, args.parts)
+        old, new = (list(these.items())[part][:stop] for these in (meta["files"], files))
+        for before, now in zip_longest(old, new, fillvalue=("nothing", None)):
+            changed = f"{now[0]} (was {before[0]}) is new, missing or has changed"
+            require(before[1] == now[1], f"{changed} since {path} was written: {ADVICE}")
     require(args.parts <= len(files), f"--part: {args.parts} parts need {args.parts} files or more")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)
@@ -471,16 +552,17 @@ def find_meta(args: argparse.Namespace) -> dict:
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "options": options,  # every start compares them
-        "files": files,  # and these
+        "part": args.part,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
-        "progress": {"chunks": 0, "position": [0, 0, 0], "done": False},
+        "progress": {"chunks": 0, "position": [0, 0, 0, ""], "done": False},
+        "rows_without_text": 0,
     }
     meta |= metas.get(args.meta_path, {})
+    meta["files"] = files  # every start compares those that were read
     for name, shard in meta["shards"].items():
-        path = f"{args.out}/{name}"
-        require(os.path.exists(path), f"{path} is missing: put it back, or delete the folder")
-        sha256 = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        require(sha256 == shard["sha256"], f"{path} was changed: put it back, or delete the folder")
+        with naming(f"{args.out}/{name} is not as it was: put it back, or delete the folder"):
+            sha256 = hashlib.sha256(Path(args.out, name).read_bytes()).hexdigest()
+            require(sha256 == shard["sha256"], "its content has changed")
     return meta
 
 
@@ -495,6 +577,12 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
+    val = count_tokens(meta, "val")
+    command += " --val_every 0" * (val == 0)  # --val_share or --val_tokens is 0
+    needed = {"bytes": 64, "gpt2": 256}[args.tokenizer] + 1  # in each split: a context and a token
+    least = min(train, val or train)
+    if least < needed:
+        return f"next: find {-(-needed // least)} times as much text, or more"
     command += " --log_dir " + shlex.quote("log/" + os.path.basename(os.path.abspath(args.out)))
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
@@ -508,13 +596,14 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line, and fill in the defaults that depend on other options."""
-    parser = argparse.ArgumentParser("fineweb.py", description=__doc__.split("\n")[0])
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("fineweb.py", description=__doc__, formatter_class=raw)
     parser.error = partial(require, False)  # raises UserError: one line, not argparse's several
     add = parser.add_argument
     add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
-    add("--files", nargs="+", metavar="GLOB", help="local .jsonl, .json, .txt or .parquet files")
-    add("--text_key", default="text", help="key of the text in a record (default %(default)s)")
+    add("--files", nargs="+", metavar="PATH", help="files, globs, folders")
+    add("--text_key", default="text", help="key or column of the texts (default %(default)s)")
     add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
@@ -527,7 +616,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     args.dataset = args.dataset or (None if args.files else FINEWEB)
     args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
-    args.out = args.out or FOLDERS.get((args.dataset, args.name))
+    args.out = os.path.expanduser(args.out or FOLDERS.get((args.dataset, args.name), ""))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
     require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
@@ -554,6 +643,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run a command line. Without one, run that of the process, and say what to run next."""
     # huggingface_hub waits and tries again by itself. Without this, each process reports each try
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a name may hold what a console cannot print
     try:
         args = parse_args(argv)
         meta = find_meta(args)
@@ -564,6 +655,8 @@ def main(argv: list[str] | None = None) -> None:
             write_shards(args, meta)
         train = count_tokens(meta, "train")
         require(train or args.parts > 1, "no training tokens: more files, or a lower --val_share?")
+        if nulls := meta["rows_without_text"]:
+            print(f"{nulls:,} row(s) had no text")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
             print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")

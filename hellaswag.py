@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9", "numpy", "tiktoken", "transformers"]
+# dependencies = ["torch>=2.9", "numpy", "tiktoken", "tqdm", "transformers"]
 # ///
 """
 HellaSwag: which of four endings of a text does a model find most likely?
@@ -39,6 +39,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
@@ -80,7 +81,7 @@ def iterate_examples(path="val"):
     """Yield the examples of a .jsonl file, or of "val", the file that fetch returns: dicts of ctx,
     endings and label, mostly with ctx_a and ctx_b, the parts of ctx, and activity_label."""
     with open(fetch() if path == "val" else path, "rb") as file:
-        yield from map(json.loads, file)
+        yield from (json.loads(line) for line in file if not line.isspace())
 
 
 def clean(text):
@@ -184,9 +185,10 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
 
 
 @torch.no_grad()
-def score(model, examples, device, rank=0, world_size=1) -> Score:
+def score(model, examples, device, rank=0, world_size=1, bar=False) -> Score:
     """Return how many endings a model chooses correctly. `model(x, y)` takes inputs and targets,
-    (B, T) each, and returns token_losses. Every process must call this."""
+    (B, T) each, and returns token_losses. Every process must call this. On a terminal, `bar` shows
+    how far it is."""
     rows = examples.rows
     limit = BATCH_TOKENS.get(torch.device(device).type, 2**12)
     starts = [0]  # of the batches
@@ -197,9 +199,9 @@ def score(model, examples, device, rank=0, world_size=1) -> Score:
     # The forward pass of a sharded model communicates, so all processes compute equally many
     # batches: the last one again if none is left
     last = len(starts) - 2
-    for step in range(0, last + 1, world_size):
-        if rank == 0 and sys.stderr.isatty():  # the next line that is printed replaces this one
-            print(f"{examples.convention}: batch {step} of {last + 1}\r", end="", file=sys.stderr)
+    steps = range(0, last + 1, world_size)
+    hidden = None if bar and rank == 0 else True  # None hides it in a log file
+    for step in tqdm(steps, examples.convention, unit="batch", disable=hidden):
         batch = min(step + rank, last)
         indices, x, y = zip(*rows[starts[batch] : starts[batch + 1]], strict=True)
         x = pad_sequence(x, batch_first=True)
@@ -219,15 +221,22 @@ def score(model, examples, device, rank=0, world_size=1) -> Score:
 def load_model(name, device, dtype):
     """Return a model, as score takes it, and the length of its context."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of reading the weights, which takes seconds
     is_model = Path(name, "config.json").is_file() or not Path(name).exists()  # or one on the hub
     advice = f"for a checkpoint, python train_gpt2.py --init_from {name} --max_steps 0"
     require(is_model, f"{name} is no model of transformers ({advice})")
-    ids = AutoTokenizer.from_pretrained(name)("Hello world").input_ids  # [] if the folder has none
-    require(ids in ([], [15496, 995]), f"{name} has another tokenizer than GPT-2")
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+    try:
+        ids = AutoTokenizer.from_pretrained(name)("Hello world").input_ids  # [] if it has none
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
+    except Exception as error:  # of any kind, if it is a model of another family
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{name} cannot be loaded as a language model: {reason}") from error
     config = model.config
-    may_be_gpt2 = 50257 <= config.vocab_size <= 51200  # which may be padded
+    is_gpt2 = ids == [15496, 995] or (ids == [] and config.model_type == "gpt2")
+    require(is_gpt2, f"{name} is a {config.model_type} with another tokenizer than GPT-2")
+    may_be_gpt2 = 50257 <= config.vocab_size <= 51200  # of which only 50257 are tokens
     require(may_be_gpt2, f"{name} has {config.vocab_size} tokens, GPT-2 has 50257")
     # cuDNN's attention spends time on a plan for every new shape
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -236,9 +245,9 @@ def load_model(name, device, dtype):
 
     def losses(x, y):
         with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
-            return token_losses(model(x, use_cache=False).logits, y)
+            return token_losses(model(x, use_cache=False).logits[..., :50257], y)
 
-    return losses, config.max_position_embeddings
+    return losses, getattr(config, "max_position_embeddings", 1024)
 
 
 def run(argv) -> None:
@@ -270,7 +279,7 @@ def run(argv) -> None:
     gpt2 = tiktoken.get_encoding("gpt2")
     for convention in ("build-nanogpt", "harness"):
         examples = load(path, gpt2, block_size, convention, args.examples)
-        result = score(model, examples, device, rank, world_size)
+        result = score(model, examples, device, rank, world_size, bar=True)
         if rank == 0:
             print(result, flush=True)
     if world_size > 1:

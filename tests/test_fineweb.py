@@ -137,16 +137,26 @@ def assert_whole(out: Path) -> None:
 
 
 def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
-    """The same command continues, and with more workers. What was not whole is deleted."""
+    """The same command continues, also after a malformed row is mended, and with more workers. There
+    are rows without a text, and marks in many places of a batch. What was not whole is deleted."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
-    files, out = write_jsonl(tmp_path / "docs.jsonl", TEXTS), tmp_path / "killed"
+    story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
+    (tmp_path / "a.txt").write_bytes(b"<|endoftext|>\r\n".join(story))
+    docs = write_jsonl(tmp_path / "b.jsonl", [None, *TEXTS[:99], None, *TEXTS[99:]])
+    files, out = tmp_path / "*.*", tmp_path / "killed"
     whole = build(files, tmp_path / "whole", *OPTIONS)
-    assert read_meta(whole)["progress"]["chunks"] > 25
+    chunks = read_meta(whole)["progress"]["chunks"]
+    assert chunks > 35 and read_meta(whole)["rows_without_text"] == 2
+    good = docs.read_bytes().splitlines(keepends=True)
+    docs.write_bytes(b"".join([*good[:60], b'{"text": "cut of', *good[60:]]))
+    assert "b.jsonl: line 61: expected a record" in refuse(files, out, *OPTIONS)
+    assert read_meta(out)["progress"]["position"][0] == 1, "a part of it is in finished shards"
+    docs.write_bytes(b"".join(good))
     rng = random.Random(1)
     for _ in range(15):
         kill_at(rng.randrange(36), files, out)
         assert_whole(out)
-    assert 5 < read_meta(out)["progress"]["chunks"] < 26
+    assert 20 < read_meta(out)["progress"]["chunks"] < chunks
     assert list(out.glob("*.unfinished"))
     build(files, out, *OPTIONS, "--workers", 2)
     assert contents(out) == contents(whole)
@@ -173,39 +183,54 @@ def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
     assert contents(out) == contents(whole)
 
 
-CHANGES = [  # a command between two starts, options of the second start, what its refusal names
-    ("touch -t 202001010000 1.jsonl", "", "1.jsonl has changed since"),
-    ("touch -r 1.jsonl x; echo >> 1.jsonl; touch -r x 1.jsonl", "", "1.jsonl has"),  # its old date
-    ("echo > 3.jsonl", "", "3.jsonl is new since"),
-    ("rm 1.jsonl", "", "1.jsonl is missing since"),
-    ("mv 1.jsonl x; mv 2.jsonl 1.jsonl; mv x 2.jsonl", "", "1.jsonl"),
-    ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", "train_000001.npy"),
-    ("head -c 999 out/train_000001.npy > x; mv x out/train_000001.npy", "", "train_000001.npy"),
-    ("rm out/train_000001.npy", "", "train_000001.npy"),
-    ("rm out/meta.json", "", "no meta.json"),
-    ("echo '{\"version\": 4}' > out/meta.json", "", "has version"),
-    ("echo '{\"version' > out/meta.json", "", "meta.json is damaged"),
-    ("true", "--shard_size 2600", "shard_size 2500, not 2600"),
-    ("true", "--val_share 0.2", "val_share 0.3, not 0.2"),
-    ("true", "--val_tokens 1000", "val_tokens 2500, not 1000"),
-    ("true", "--max_tokens 9000", "max_tokens None, not 9000"),
-    pytest.param("true", "--tokenizer gpt2", "tokenizer bytes, not gpt2", marks=needs_data),
+CHANGES = [  # a command between two starts, options of the second start, what its refusal names if
+    # three chunks are finished, which have all of 0.jsonl and a part of 1.jsonl, and if all are
+    ("touch -t 202001010000 0.jsonl", "", "", ""),
+    ("mkdir x; cp ?.jsonl x", "--files x/?.jsonl", "", ""),
+    ("true", "--files ./2.jsonl 1.jsonl ./?.jsonl", "", ""),
+    ("echo > 2.jsonl", "", "", "2.jsonl (was "),
+    ("rm 2.jsonl", "", "", "nothing (was "),
+    ("echo > 3.jsonl", "", "", "3.jsonl (was "),
+    ("echo >> 0.jsonl", "", "0.jsonl (was ", "0.jsonl (was "),
+    ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (was ", "0.jsonl (was "),
+    ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl"),
+    ("sed -i 's/the/longer/' 1.jsonl", "", "has changed where", "1.jsonl"),
+    ("rm 1.jsonl 2.jsonl", "", "has changed where", "1.jsonl"),
+    ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", *2 * ["train_000001.npy"]),
+    ("truncate -s 999 out/train_000001.npy", "", *2 * ["train_000001.npy"]),
+    ("rm out/train_000001.npy", "", *2 * ["train_000001.npy"]),
+    ("rm out/meta.json", "", *2 * ["no meta.json"]),
+    ("echo '{\"version\": 4}' > out/meta.json", "", *2 * ["has version"]),
+    ("echo '{\"version' > out/meta.json", "", *2 * ["meta.json is damaged"]),
+    ("true", "--shard_size 2600", *2 * ["shard_size 2500, not 2600"]),
+    ("true", "--val_share 0.2", *2 * ["val_share 0.3, not 0.2"]),
+    ("true", "--val_tokens 1000", *2 * ["val_tokens 2500, not 1000"]),
+    ("true", "--max_tokens 9000", *2 * ["max_tokens None, not 9000"]),
+    ("true", "--text_key body", *2 * ["text_key text, not body"]),
+    pytest.param(("true", "--tokenizer gpt2", *2 * ["bytes, not gpt2"]), marks=needs_data),
 ]
 
 
-@pytest.mark.parametrize("start", [partial(begin, 2), build])
-@pytest.mark.parametrize("command, options, named", CHANGES)
-def test_changed_inputs_are_refused(command, options, named, start, tmp_path):
-    """A finished folder refuses them as well, and nothing in the folder changes."""
+@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.mark.parametrize("change", CHANGES, ids=" ".join)
+def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypatch):
+    """Else nothing in the folder changes. What was not read may change, and all may have other dates
+    and places: then the shards are those of one go."""
+    monkeypatch.chdir(tmp_path)
     for k in range(3):
-        write_jsonl(tmp_path / f"{k}.jsonl", random_texts(30, 300 + k, seed=k))
-    files, out = tmp_path / "?.jsonl", tmp_path / "out"
-    start(files, out, *OPTIONS)
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path, stderr=subprocess.DEVNULL)
-    before = contents(out)
-    line = refuse(files, out, *OPTIONS, *options.split())
-    assert named in line and re.search("delete the folder|choose another --out", line)
-    assert contents(out) == before
+        write_jsonl(Path(f"{k}.jsonl"), random_texts(30, 300 + k, seed=k))
+    (build if is_finished else partial(begin, 3))("?.jsonl", Path("out"), *OPTIONS)
+    subprocess.run(change[0], shell=True, check=True, stderr=subprocess.DEVNULL)
+    before = contents("out")
+    command = ("?.jsonl", Path("out"), *OPTIONS, *change[1].split())
+    if named := change[2 + is_finished]:
+        line = refuse(*command)
+        assert named in line and re.search("delete the folder|choose another --out", line)
+        assert contents("out") == before
+    else:
+        build(*command)
+        whole = build(command[0], Path("whole"), *command[2:])
+        assert read_meta(Path("out"))["shards"] == read_meta(whole)["shards"]
 
 
 def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
@@ -344,7 +369,7 @@ def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
     monkeypatch.setattr("fsspec.url_to_fs", lambda address: (hub, address))
     for name, texts in {"a.jsonl": ["", "a", "b"], "a.txt": ["", "", content.decode()]}.items():
         batches = fineweb.read_file(f"hf://{name}", "text")
-        assert [text for batch in batches for text in batch()] == texts
+        assert [text for _, _, batch in batches for text in batch()] == texts
 
 
 def test_small_corpus_golden(tmp_path, monkeypatch):
@@ -405,7 +430,7 @@ def test_the_tokenizers():
     """There are two. A million blanks are cut somewhere."""
     enc = fineweb.get_tokenizer("gpt2")
     assert enc is fineweb.get_tokenizer("gpt2") and (enc.n_vocab, enc.eot_token) == (50257, 50256)
-    tokens = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
+    tokens, _ = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
     blanks = enc.encode(" ") * (10**6 - 1)
     assert tokens.tolist() == [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
     enc = fineweb.get_tokenizer("bytes")
@@ -428,7 +453,9 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named_with_its_files(script, f
 
 
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
-PIECES = st.one_of(LETTERS, st.just("<|endoftext|>"))  # which is characters in a text
+# The mark is characters in a text, but a border between documents on a line of its own
+MARKS = ["<|endoftext|>", *(f"{a}\n<|endoftext|>{b}\n" for a in ("", "\r") for b in ("", "\r"))]
+PIECES = st.one_of(LETTERS, st.sampled_from(MARKS))
 
 
 @needs_data
@@ -440,10 +467,18 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     enc = fineweb.get_tokenizer("gpt2")
     with patch.object(fineweb, "BATCH_SIZE", size):
         pieces = list(fineweb.cut(text))
-        tokens = fineweb.encode("gpt2", "file", lambda: ["", text, text])
-        blocks = [batch() for batch in fineweb.read_txt(io.BytesIO(text.encode()))]
+        tokens, _ = fineweb.encode("gpt2", "file", lambda: ["", text, text])
+        batches = [batch for _, batch in fineweb.read_txt(io.BytesIO(text.encode()))]
+        blocks = [fineweb.encode("gpt2", "file", batch)[0] for batch in batches]
     assert all(0 < len(piece) <= size for piece in pieces) and "".join(pieces) == text
-    assert blocks == [["", ""], *([piece] for piece in pieces)]
+    documents = re.split(r"(?m)^<\|endoftext\|>\r?$\n?", text)
+    documents = [doc for doc in documents[:-1] if doc] + [
+        doc for doc in documents[-1:] if doc.strip()
+    ]
+    expected = [
+        t for document in documents for t in (enc.eot_token, *enc.encode_ordinary(document))
+    ]
+    assert np.concatenate(blocks).tolist() == expected
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == 2 * [enc.eot_token, *enc.encode_ordinary(text)]
 
@@ -468,7 +503,7 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
     unread = iter([([0, k], "x", batch) for k, batch in enumerate(batches)])
     encoded = fineweb.tokenize(unread, "bytes", 2)
     for k in range(30):
-        place, tokens = next(encoded)
+        place, (tokens, _) = next(encoded)
         assert place == [0, k] and tokens.tolist() == list(texts[k].encode())
         assert length_hint(unread) >= 31 - k
     with pytest.raises(fineweb.UserError, match=message):
@@ -493,9 +528,6 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
         out = build(path, tmp_path / path.name.replace(".", "_"), *options)
         assert read_split(out, "val") == to_tokens(texts)[:7000], path.name
         assert read_split(out, "train") == to_tokens(texts)[7000:], path.name
-    files, out = tmp_path / "*.parquet", tmp_path / "out"
-    assert 'KeyError: \'Field "body"' in refuse(files, out, "--text_key", "body")
-    assert "expected a text, found <class 'int'>" in refuse(files, out, "--text_key", "id")
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
@@ -523,13 +555,11 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypat
 @pytest.mark.slow
 def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     """The quickstart's data has about 2 MB, and no long paragraph in both splits. It needs nothing
-    but numpy and tiktoken. A terminal shows how many tokens there are."""
-    for package in ("tqdm", "datasets", "pyarrow", "fsspec", "huggingface_hub"):
+    but numpy, tiktoken and tqdm."""
+    for package in ("datasets", "pyarrow", "fsspec", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
-    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
     main = runpy.run_path(str(ROOT / "fineweb.py"))["main"]
     main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
-    assert re.fullmatch(r"[1-9]\.\dM tokens\r", sys.stderr.write.call_args_list[0].args[0])
     tokens = [read_split(tmp_path / "out", split) for split in ("val", "train")]
     val, train = ("".join(chr(token) for token in split).split("\u0100") for split in tokens)
     assert len(tokens[1]) > 10**6 and 0.05 < len(tokens[0]) / len(tokens[1]) < 0.15
@@ -542,31 +572,95 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == before, "the texts of another Python would be others"
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
+def test_a_terminal_shows_tokens_their_rate_and_the_time_left(name, tmp_path, monkeypatch):
+    """The bar ends at 100%, of the files or of --max_tokens. In between, the end is an estimate."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
+    monkeypatch.setattr(fineweb, "GROUP_SIZE", SMALL)
+    monkeypatch.setattr(fineweb, "tqdm", partial(fineweb.tqdm, mininterval=0))
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a text"}\n' * 3000)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\n" + b"a text\n" * 3000))
+    write_parquet(tmp_path / "a.parquet", ["a text"] * 3000)
+    for end, options in (("21.0k/21.0k", ()), ("5.00k/5.00k", ("--max_tokens", 5000))):
+        with redirect_stderr(type("", (io.StringIO,), {"isatty": lambda _: True})()) as terminal:
+            build(tmp_path / name, tmp_path / end, *options)
+        *_, last = bars = terminal.getvalue().strip().split("\r")
+        assert re.match(rf"100%.* {end} \[00:\d\d<00:00, .* tokens/s\]$", last)
+        assert all(re.search(r"\d%.*<\d.* tokens/s", bar) for bar in bars[2:])
+
+
+def test_out_is_tried_before_the_work(tmp_path, monkeypatch):
+    """~ is the home. A console that lacks a letter shows another one. Shards in a folder of texts
+    are no texts."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    files = write_jsonl(tmp_path / "a.jsonl", ["text"] * 9)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    build(tmp_path, "~/é")
+    sys.stdout.flush()
+    assert b"making" in sys.stdout.buffer.getvalue() and b"/?: if" in sys.stdout.buffer.getvalue()
+    build(tmp_path, "~/é")
+    assert list(read_meta(tmp_path / "é")["files"]) == [str(files)]
+    monkeypatch.setattr(fineweb, "tokenize", None)  # would be a traceback
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert "No space left" in refuse(files, tmp_path / "full")
+
+
 GOOD = b'{"text": "a"}\n'
 WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "
 WRONG += "--val_share 10; --workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4"
-MISTAKES = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
-MISTAKES += [  # the name and content of a file, options, what the line says
+STRANGERS = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
+ARRAY = b'[{"text": "a"}, {"text": "b"}]'
+STRANGERS += [  # the name of a file, its content, options, and the documents, or what the line says
     ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
+    ("a.jsonl", b'{"text": null}\n' + GOOD + b'\n{"text": null}\n{"text": ""}', "", ["a", ""]),
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected a record with"),
-    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", "the key text (--text_key): KeyError: 'text'"),
+    ("a.jsonl", GOOD + b'{"text": ["a"]}', "", "line 2: expected a record with a text as text"),
+    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend or remove it"""),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected a record with"),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "from line 131074 on (expected UTF-8)"),
+    ("a.jsonl", GOOD + b'{"text": "b', "", "line 2: expected a record with"),
+    ("a.jsonl", GOOD + b"\0\0\0\n", "", "line 2: expected a record with"),
+    ("a.JSON", ARRAY, "", "a record with a text as text (--text_key) on each line, found b'[{"),
+    ("a.json", b"[\n" + GOOD + b"]", "", "python -c 'import json; [print(json.dumps(r)) for r"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "line 200001 is not text in UTF-8"),
+    ("a.png", b"\x89PNG", "", "line 1 is not text in UTF-8: convert it (iconv"),
+    ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
+    ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\r\n"]),
+    ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
+    ("f/g/a.html", b"A", "--files f", ["A"]),
+    ("f/.git/a", b"A", "--files f", "there is no such file"),
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
+    ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
+    ("a.TSV.gz", gzip.compress(b"body\tid\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
+    ("a.csv", b"id,body\n1,A\n", "", "found the columns [b'id,body'], expected text: see"),
+    ("a.csv", b"id,text\n1,A,B\n", "", "Row #2: Expected 2 columns, got 3"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
-    ("a.csv", b"text\n", "", "expected .jsonl, .json, .txt"),
+    ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
+    ("a.parquet", {"id": [1], "body": ["A"]}, "", "columns ['id', 'body'], expected text: see"),
+    ("a.parquet", {"text": ["A"], "id": [5]}, "--text_key id", "row 1: expected a text"),
+    ("a.Parquet", {"text": pyarrow.array([b"A", b"\xff"]).view("string")}, "", "row 2: expected a"),
 ]
 
 
-@pytest.mark.parametrize("name, content, options, message", MISTAKES)
-def test_mistakes_are_one_line_and_status_2(name, content, options, message, tmp_path, monkeypatch):
-    """The line names the option, or the file and what is wrong where. No folder is left behind."""
+@pytest.mark.parametrize("name, content, options, expected", STRANGERS)
+def test_what_strangers_bring(name, content, options, expected, tmp_path, monkeypatch, capsys):
+    """It is read, or one line names the option, or the file and what is wrong where, with status 2.
+    No shard is left behind then."""
     monkeypatch.chdir(tmp_path)
-    Path(name).write_bytes(content)
-    line = refuse(name, "out", *options.split())
-    assert message in line and (options or name in line), line
-    assert os.listdir() == [name]
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(content, dict):
+        parquet.write_table(pyarrow.table(content), name)
+    else:
+        Path(name).write_bytes(content)
+    if isinstance(expected, str):
+        line = refuse(name, "out", *options.split())
+        assert expected in line and (options or name in line), line
+        assert not list(tmp_path.glob("**/*.npy"))
+    else:
+        build(name, "out", "--val_share", 0, *options.split())
+        assert read_split(tmp_path / "out", "train") == to_tokens(expected)
+        nulls = read_meta(tmp_path / "out")["rows_without_text"]
+        assert (f"{nulls} row(s) had no text\n" in capsys.readouterr().out) == (nulls > 0)
 
 
 def test_what_to_run_next_suits_the_amount():
@@ -579,9 +673,16 @@ def test_what_to_run_next_suits_the_amount():
         rows.append(("gpt2", train, f" --log_dir log/m --optimizer muon --max_steps {steps}"))
     for tokenizer, train, expected in rows:
         args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
-        line = fineweb.suggest(args, {"shards": {"train_000000.npy": {"tokens": train}}})
+        sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
+        line = fineweb.suggest(args, {"shards": sizes})
         assert line.endswith(f": python train_gpt2.py --data_dir 'a d/m'{expected}")
         assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
+    for tokenizer, val, times in (("gpt2", 75, 4), ("bytes", 60, 2), ("gpt2", 1, 257)):
+        args.tokenizer = tokenizer  # whose models have contexts of 256 and 64 tokens
+        sizes = {"train_000000.npy": {"tokens": 10 * val + 9}, "val_000000.npy": {"tokens": val}}
+        assert f" {times} times as much text" in fineweb.suggest(args, {"shards": sizes})
+    sizes = {"train_000000.npy": {"tokens": 300}}
+    assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, {"shards": sizes})
 
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])

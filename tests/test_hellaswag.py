@@ -49,7 +49,7 @@ def make_examples(n: int) -> list[dict]:
 
 
 def write(path, examples):
-    path.write_text("\n".join(map(json.dumps, examples)))
+    path.write_text("\n".join(map(json.dumps, examples)) + "\n\n")
     return path
 
 
@@ -135,16 +135,17 @@ def run_rank(rank, path):
 
 def test_two_processes_count_what_one_process_does(tmp_path, monkeypatch):
     """Both know all counts and compute equally many of the odd number of batches, without the package
-    transformers. On a terminal, one line that is written over says how far it is."""
+    transformers. If asked to, it shows a bar on a terminal."""
     monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", 420)
     monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
-    monkeypatch.setattr(sys, "stderr", Mock(isatty=lambda: True))
+    monkeypatch.setattr(sys, "stderr", type("", (io.StringIO,), {"isatty": lambda _: True})())
     path = write(tmp_path / "val.jsonl", make_examples(44))
     model = Mock(side_effect=losses)
     one = hellaswag.score(model, hellaswag.load(path, BYTES, 1024), "cpu")
-    lines = "".join(call.args[0] for call in sys.stderr.write.call_args_list).split("\r")
     n = model.call_count
-    assert lines == [*(f"build-nanogpt: batch {k} of {n}" for k in range(n)), ""]
+    assert sys.stderr.getvalue() == ""
+    assert hellaswag.score(losses, hellaswag.load(path, BYTES, 1024), "cpu", bar=True) == one
+    assert re.search(rf"\rbuild-nanogpt: 100%.* {n}/{n} .*batch/s\]\n$", sys.stderr.getvalue())
     assert n % 2 == 1 and one.acc != one.acc_norm
     assert all(x.numel() <= 420 for (x, _), _ in model.call_args_list)
     with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -182,23 +183,41 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
 @pytest.mark.slow
 @needs_data
 def test_command_line(tmp_path, monkeypatch, capsys):
-    """One process and two print the same two lines; a mistake is one line and status 2."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """One process and two print the same two lines, and so does a padded model, whose other rows are
+    no tokens. A mistake is one line and status 2."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.jsonl", make_examples(9))
     for size in (50257, 50256, 60000):
         config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
         GPT2LMHeadModel(config).save_pretrained(str(size))
+    model = GPT2LMHeadModel.from_pretrained("50257")
+    model.resize_token_embeddings(50304)
+    model.transformer.wte.weight.data[50257:] = 100 * model.transformer.wte.weight.data[:47]
+    model.save_pretrained("padded")
+    config = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=50257, **config)).save_pretrained("llama")
     shutil.copytree("50257", "bytes")
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer="bytes"), "bytes")
     flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
     hellaswag.main(flags)
     one = capsys.readouterr().out
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
+    hellaswag.main([*flags, "-m", "padded"])
+    assert capsys.readouterr().out == one
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
-    for mistake in ("-m 50256", "-m 60000", "-m bytes", "-n x", "-n 0", "-d tpu", "--data nowhere"):
+    for mistake in (
+        "-m 50256",
+        "-m 60000",
+        "-m bytes",
+        "-m llama",
+        "-n x",
+        "-n 0",
+        "-d tpu",
+        "--data nowhere",
+    ):
         with pytest.raises(SystemExit, match="2"):
             hellaswag.main([*flags, *mistake.split()])
         assert mistake.split()[1] in capsys.readouterr().err.splitlines()[-1]
