@@ -27,37 +27,6 @@ def defaults(**given) -> Namespace:
     return decide({"device": "cpu", "log_dir": "nowhere"} | given)[0]
 
 
-NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
-BAD = {
-    "abbreviated flag": (["--max_step", 3], "--max_step"),
-    "negative": (["--max_steps", -1], "--max_steps -1: expected a finite number >= 0"),
-    "nan": (["--max_lr", "nan"], "--max_lr nan: expected a finite number"),
-    "unknown schedule": (["--schedule", "cosin"], "invalid choice: 'cosin' (choose from "),
-    "unknown model": (["--model", "d13"], "--model d13: expected one of tiny, d6, d12"),
-    "unknown optimizer": (["--optimizer", "adam"], "--optimizer adam: expected adamw or muon"),
-    "unknown source": (["--init_from", "nowhere.pt"], "--init_from nowhere.pt: expected gpt2 ... "),
-    "no checkpoint": (["--init_from", __file__], "test_command_line.py cannot be loaded"),
-    "no token": (["--seq_len", 0], "--seq_len: expected 1 to 0"),
-    "nothing to do": (["--max_steps", 0, "--val_every", 0], "nothing to do: give --max_steps"),
-    "large seed": (["--seed", 2**32], "--seed: NumPy takes numbers below 2**32"),
-    "part of a sequence": (["--total_batch_size", 100], "expected a multiple of --seq_len 16"),
-    "sample of nothing": (["--sample"], "--init_from scratch: expected gpt2 ... "),
-    "resume and overwrite": (["--resume", "--overwrite"], "exclude each other"),
-    "resume and evaluate": (["--resume", "--max_steps", 0], "exclude each other"),
-    "overwrite and evaluate": (["--overwrite", "--max_steps", 0], "exclude each other"),
-    "no such device": (["--device", NO_DEVICE], "--device: this machine has"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_mistake_is_one_line_and_status_2(case, tmp_path, shards, refused, monkeypatch):
-    """It says what was found and what was expected, and nothing is written."""
-    monkeypatch.chdir(tmp_path)
-    flags, message = BAD[case]
-    assert refused(message, "--data_dir", shards, *flags)
-    assert os.listdir() == ["data"]
-
-
 def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys):
     """Numbers too, unless the default depends on other flags."""
     assert main("--help") == 0
