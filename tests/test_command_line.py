@@ -40,29 +40,71 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys)
 
 
 def test_a_flag_comes_from_the_first_that_has_it(tmp_path, shards, monkeypatch):
-    """The command line, a checkpoint, --quickstart, what follows from other flags, the default. The
-    heading of a flag decides whether a checkpoint counts: for a resumed run, for an evaluation, or
-    for a new run too. Where a default depends on the machine, it counts for a resumed run only."""
+    """The command line, a checkpoint, --quickstart, what follows from other flags, the default."""
     log = str(tmp_path / "log")
     flags = "--max_steps 2 --optimizer muon --weight_decay 0.5 --seed 5 --seq_len 8 --val_every 7"
-    flags += f" --no-compile --grad_clip 0.5 --batch_size 3 --data_dir {shards} --log_dir {log}"
-    assert main(*flags.split()) == 0
+    assert main(*flags.split(), "--data_dir", shards, "--log_dir", log) == 0
     monkeypatch.setitem(QUICKSTART, "weight_decay", 0.7)
-    found = "seq_len total_batch_size seed weight_decay val_every compile grad_clip batch_size"
     new, resumed = {"log_dir": "nowhere"}, {"log_dir": log, "resume": True}
     for given, expected in [
-        (new, (1024, 2**19, 1337, 0.1, 250, None, 1.0, 0)),
-        (new | {"optimizer": "muon"}, (1024, 2**19, 1337, 0.2, 250, None, 1.0, 0)),
-        (new | {"quickstart": True}, (64, 768, 1337, 0.7, 250, None, 1.0, 0)),
-        (new | {"init_from": log}, (8, 2**19, 1337, 0.1, 250, None, 1.0, 0)),
-        (resumed | {"quickstart": True}, (8, 256, 5, 0.5, 7, False, 0.5, 3)),
-        (resumed | {"weight_decay": 0.4, "max_steps": 4000}, (8, 256, 5, 0.4, 7, False, 0.5, 3)),
-        ({"init_from": log, "max_steps": 0}, (8, 256, 5, 0.5, 7, None, 0.5, 0)),
-        ({"init_from": log, "sample": True, "seed": 6}, (8, 256, 6, 0.5, 0, None, 0.5, 0)),
+        (new, (1024, 2**19, 1337, 0.1, 250)),
+        (new | {"optimizer": "muon"}, (1024, 2**19, 1337, 0.2, 250)),
+        (new | {"quickstart": True}, (64, 768, 1337, 0.7, 250)),
+        (new | {"init_from": log}, (8, 2**19, 1337, 0.1, 250)),
+        (resumed | {"quickstart": True}, (8, 256, 5, 0.5, 7)),
+        (resumed | {"weight_decay": 0.4, "max_steps": 4000}, (8, 256, 5, 0.4, 7)),
+        ({"init_from": log, "max_steps": 0}, (8, 256, 5, 0.5, 7)),
+        ({"init_from": log, "sample": True, "seed": 6}, (8, 256, 6, 0.5, 0)),
     ]:
         args, source = decide(given)
-        assert tuple(getattr(args, flag) for flag in found.split()) == expected, given
+        found = (args.seq_len, args.total_batch_size, args.seed, args.weight_decay, args.val_every)
+        assert found == expected, given
         assert source.get("step", 0) == 2 * (log in given.values())
+
+
+def unusual(row: tuple, n: int):
+    """Return the n-th value of a flag, 1 or 2, that no default, preset or other flag gives."""
+    kind, default, _ = row
+    if kind is bool:
+        return bool(default) != (n == 1)
+    if isinstance(kind, tuple):
+        return [choice for choice in kind if choice != default][-n]
+    return f"unusual {n}" if kind is str else (default or 0) + 7 * n
+
+
+@pytest.mark.parametrize("words, names", [
+    ("--resume", "MODEL RUN RECIPE EVALUATION MACHINE"), ("--init_from=old --max_steps=9", "MODEL"),
+    ("--init_from=old --max_steps=0 --val_every=5", "MODEL RUN RECIPE EVALUATION"),
+])  # fmt: skip
+def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_path, monkeypatch):
+    """Every flag has an unusual value there, and another one on the command line, which counts too, or
+    is refused: the model's by all, what the run is by --resume. A fine-tuning has its size's rate."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
+    saved = {f: unusual(row, 1) for flags in FLAGS.values() for f, row in flags.items()}
+    checkpoint = {"args": saved, "step": 3, "dtype": "float32"}
+    monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: checkpoint)
+    is_resumed = words == "--resume"
+    folder = tmp_path / ("log" if is_resumed else "old")
+    folder.mkdir()
+    (folder / "model_00003.pt").touch()
+    args = vars(decide_args(words.split())[0])
+    assert args["max_lr"] == (saved["max_lr"] if "RECIPE" in names else 0.123)
+    kept = [getattr(train_gpt2, name) for name in names.split()]
+    for heading, flags in FLAGS.items():
+        for flag in flags.keys() - {"log_dir", *re.findall(r"--(\w+)", words)}:
+            assert (args[flag] == saved[flag]) == (heading in kept), flag
+            is_fixed = heading == train_gpt2.MODEL or (heading == train_gpt2.RUN and is_resumed)
+            other = unusual(flags[flag], 2)
+            word = {True: f"--{flag}", False: f"--no-{flag}"}.get(other, f"--{flag}={other}")
+            if is_fixed and (
+                flag != "seq_len" or is_resumed
+            ):  # a part of the context may be enough
+                message = f"was made with {flag} {saved[flag]}, not {other}"
+                with pytest.raises(UserError, match=message):
+                    decide_args([*words.split(), word])
+            elif heading != train_gpt2.COMMAND:
+                assert vars(decide_args([*words.split(), word])[0])[flag] == other, flag
 
 
 @pytest.mark.parametrize("device, capability, dtype, precision, hella", [
@@ -135,6 +177,7 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory["free"], 2**40))
     for gib, flags, dtype, world, fitting in [
         (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
+        (24, {}, "float16", 1, 17),
         (24, {"recompute": True}, "bfloat16", 1, 128), (24, {"zero": True}, "bfloat16", 8, 46),
     ]:  # fmt: skip
         memory["free"] = gib * 2**30
