@@ -139,6 +139,22 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 
+def test_what_a_constructor_draws_itself_follows_seed(monkeypatch):
+    """Such as a parameter that a fork adds."""
+
+    class Fork(GPT):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.gate = nn.Parameter(torch.randn(2))
+
+    monkeypatch.setattr(train_gpt2, "GPT", Fork)
+    gates = []
+    for seed in (1, 1, 2):
+        args = Namespace(**train_gpt2.DEFAULTS | {"seed": seed, "max_lr": 0.1})
+        gates.append(train_gpt2.make_state(SMALL, {}, args, make_process()).model.gate[0].item())
+    assert gates[0] == gates[1] != gates[2]
+
+
 def test_recompute_changes_no_gradient():
     """Blocks that are computed again in the backward pass give the same bits."""
     x, y = random_tokens(3, 16), random_tokens(3, 16).flip(0)
@@ -169,6 +185,9 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
             model, 1024, make_process(0, 8, device_name=name, dtype="bfloat16")
         )
         assert found == (peak and pytest.approx(8 * peak / flops)), name
+    for dtype in ("float32", "tf32"):  # which have other peaks
+        run = make_process(device_name="NVIDIA H100 80GB HBM3", dtype=dtype)
+        assert train_gpt2.peak_tokens_per_second(model, 1024, run) is None
 
 
 # (N, C, V, padded V): odd sizes; V on both sides of the kernel's block of 16384 columns; GPT-2's
@@ -345,4 +364,15 @@ def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=message):
+        train_gpt2.load_source(str(tmp_path))
+
+
+def test_the_first_process_alone_compares_logits(tmp_path, monkeypatch):
+    """With gpt2-xl, this takes minutes and 13 GB."""
+    foreign().save_pretrained(tmp_path)
+    monkeypatch.setattr(train_gpt2, "same_outputs", lambda *_: 1 / 0)
+    monkeypatch.setenv("RANK", "1")
+    assert train_gpt2.load_source(str(tmp_path))["args"]["seq_len"] == 16
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ZeroDivisionError):
         train_gpt2.load_source(str(tmp_path))

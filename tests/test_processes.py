@@ -157,6 +157,23 @@ def test_every_step_and_process_draws_other_dropout_masks(tmp_path, shards):
     assert status == 0 and len(seeds) == len({*seeds}) == 6, (seeds, err)
 
 
+NOTING = """
+class Noting(train_gpt2.DDP):
+    def forward(self, *args):
+        print("exchanges:", self.require_backward_grad_sync, flush=True)
+        return super().forward(*args)
+train_gpt2.DDP = Noting
+"""
+
+
+def test_gradients_are_exchanged_once_a_step(tmp_path, shards):
+    """In the last micro-step of two, by both processes."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 2, "--batch_size", 4]
+    status, out, err = run(*flags, processes=2, patch=NOTING)
+    found = re.findall("exchanges: (.*)", out)
+    assert status == 0 and found == ["False", "True"] * 4, (found, err)
+
+
 MAKE_ONCE = """
 import fineweb
 def make(argv):

@@ -96,6 +96,32 @@ def test_a_fork_with_dropout_and_values_of_its_own_is_resumed(tmp_path, shards, 
     assert load(broken, 6)["optimizer"]["transformer.wpe.weight"]["count"] == 6
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("first, then", [(True, False), (False, True)])
+def test_a_parameter_may_be_frozen_on_either_side_of_a_checkpoint(
+    tmp_path, shards, monkeypatch, optimizer, first, then
+):
+    """What the code updates and the checkpoint has no state of begins with none, and the rest goes on."""
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--optimizer", optimizer, "--keep", 0]
+    init = train_gpt2.GPT.__init__
+    for max_steps, learns in ((2, first), (4, then)):
+
+        def made(self, *args, learns=learns, **options):
+            init(self, *args, **options)
+            self.transformer.wpe.requires_grad_(learns)
+            self.transformer.h[1].mlp.requires_grad_(learns)
+
+        monkeypatch.setattr(train_gpt2.GPT, "__init__", made)
+        assert main(*flags, "--max_steps", max_steps, "--resume") == 0
+    old, new = load(tmp_path, 2), load(tmp_path, 4)
+    for name in ("transformer.wpe.weight", "transformer.h.1.mlp.c_fc.weight"):
+        assert (name in old["optimizer"], name in new["optimizer"]) == (first, then)
+        assert torch.equal(old["model"][name], new["model"][name]) == (not then)
+    assert not torch.equal(
+        old["model"]["transformer.wte.weight"], new["model"]["transformer.wte.weight"]
+    )
+
+
 def test_resume_takes_the_flags_of_the_checkpoint_but_those_that_are_given(tmp_path, shards):
     """Rates and decay may change, and betas with the code; the records before it stay."""
     flags = ["--data_dir", shards, "--save_every", 4, "--val_every", 0, "--max_steps", 8]
@@ -114,6 +140,7 @@ def test_a_checkpoint_says_what_it_is(tmp_path, shards):
     saved = load(tmp_path, 2)
     keys = {"model", "optimizer", "scaler", "config", "args", "dtype", "step", "data", "script"}
     assert saved.keys() == keys and saved["step"] == 2 and saved["dtype"] == "float32"
+    assert saved["args"]["dtype"] == "auto", "another machine chooses its own"
     lengths = {1: 700, 2: 1201, 3: 333}
     assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
     model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
@@ -225,6 +252,20 @@ def test_a_run_is_saved_before_it_is_evaluated(tmp_path, shards, monkeypatch):
     assert list(read_log(tmp_path)["val"]) == [0, 2, 4]
 
 
+def test_a_longer_run_has_every_record_once(tmp_path, shards):
+    """It keeps the validation at the end of the shorter one, which is off --val_every. What is due
+    again where a run is resumed is recorded again, and no twice."""
+    flags = ["--data_dir", shards, "--val_every", 2, "--save_every", 2, "--keep", 0, "--resume"]
+    assert main(*flags, "--max_steps", 5, "--log_dir", tmp_path / "a") == 0
+    broken = break_off(tmp_path / "a", tmp_path / "b", 4)
+    assert main(*flags, "--max_steps", 5, "--log_dir", broken) == 0
+    assert_same_run(tmp_path / "a", broken)
+    assert main(*flags, "--max_steps", 8, "--log_dir", broken) == 0
+    records = [line.split()[:2] for line in (broken / "log.txt").read_text().splitlines()]
+    assert [int(step) for step, stream in records if stream == "val"] == [0, 2, 4, 5, 6, 8]
+    assert [int(step) for step, stream in records if stream == "train"] == [*range(8)]
+
+
 @pytest.mark.parametrize("old, new, is_other", [
     ('approximate="tanh"', 'approximate="none"', True), ("# mixes the heads", "# another word", False),
 ])  # fmt: skip
@@ -273,9 +314,12 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
     assert_same_run(a, b)
 
 
-@pytest.mark.parametrize("patch", [signal_in(4, "SIGTERM"), NOHUP + signal_in(2, "SIGHUP")])
+@pytest.mark.parametrize("patch", [
+    signal_in(4, "SIGTERM"), NOHUP + signal_in(2, "SIGHUP"), "del signal.SIGHUP",
+])  # fmt: skip
 def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(tmp_path, shards, patch):
-    """The run is complete: its last update is evaluated, sampled, saved, and the status is 0."""
+    """The run is complete: its last update is evaluated, sampled, saved, and the status is 0. So is
+    one on Windows, which has no SIGHUP."""
     flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 4, "--sample_every", 4]
     status, out, _ = run(*flags, patch=patch)
     assert status == 0 and "sample 0: " in out and "done: " in out
