@@ -126,6 +126,9 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
         args = defaults(device="auto", **given)
         assert args.hellaswag_every == given.get("hellaswag_every", hella)
     assert defaults(device="cpu").hellaswag_every == 0
+    with monkeypatch.context() as alone:  # without hellaswag.py beside it
+        alone.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")
+        assert defaults(device="auto").hellaswag_every == 0
     process = train_gpt2.setup_process(args)
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
     assert torch.get_float32_matmul_precision() == precision
@@ -263,25 +266,36 @@ def test_importing_the_scripts_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_shards_of_bytes_need_no_other_script(tmp_path, shards, monkeypatch, capsys):
+    """They are sampled from and exported with their tokenizer."""
+    for name in ("fineweb", "hellaswag"):
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
+    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
+    assert main(*flags, "--sample_every", 1) == 0
+    assert "sample 3: Hello, I'm" in capsys.readouterr().out
+    assert main("--init_from", tmp_path / "log", "--export_hf", tmp_path / "hf") == 0
+    assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir(tmp_path / "hf")}
+
+
 @pytest.mark.slow
 def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path):
     """Copied into an empty folder, beside shards of GPT-2's tokens without a meta.json. A console
-    that cannot print some characters ends nothing."""
+    that cannot print some characters, as on Windows, ends nothing."""
     shutil.copy(ROOT / "train_gpt2.py", tmp_path)
     tokens = np.random.RandomState(0).randint(0, 50257, 3000).astype(np.uint16)
     for split in ("train", "val"):
         np.save(tmp_path / f"x_{split}_0.npy", tokens)
     flags = "--device cpu --data_dir . --model tiny --seq_len 64 --val_tokens 128 --num_samples 1"
-    flags += " --prompt Hello\u2019 --total_batch_size 128 --max_new_tokens 4"
+    flags += " --prompt Hello\u6f22 --total_batch_size 128 --max_new_tokens 4"
     flags += f" --sample_every {250 * DATA.exists()}"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment["PYTHONIOENCODING"] = "latin-1"
+    environment["PYTHONIOENCODING"] = "cp1252"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):
         command = [sys.executable, "-P", "train_gpt2.py", *flags.split(), *more.split()]
         options = {"cwd": tmp_path, "env": environment, "capture_output": True}
-        result = subprocess.run(command, encoding="latin-1", **options)
+        result = subprocess.run(command, encoding="cp1252", **options)
         assert result.returncode == 0, result.stderr
         assert ("sample 0: Hello?" in result.stdout) == DATA.exists()
     log = read_log(tmp_path / "log")
-    assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 4]
+    assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 2, 4]
     assert all(10 < loss < 11.5 for loss in log["val"].values()), "near ln 50257 = 10.8"
