@@ -94,15 +94,6 @@ def test_overwrite_deletes_the_old_run_once_the_new_one_has_data(old, shards, tm
     assert list(read_log(old)["train"]) == [0]
 
 
-def test_a_folder_called_scratch_is_no_source(tmp_path, shards, refused, monkeypatch):
-    """New weights are named so. A run of that name can be replaced, and is sampled by its path."""
-    monkeypatch.chdir(tmp_path)
-    flags = ["--data_dir", shards, "--log_dir", "scratch", "--overwrite", "--max_steps", 1]
-    assert main(*flags) == 0 and main(*flags) == 0
-    assert refused("--init_from scratch: expected gpt2 ... ", "--sample")
-    assert main("--sample", "--init_from", "./scratch") == 0
-
-
 def test_overwrite_deletes_nothing_if_the_start_of_one_process_fails(old, shards):
     """The first process waits for the second before it deletes."""
     patch = "if rank == 1: train_gpt2.make_state = lambda *_: 1 / 0"  # the last thing that can fail
@@ -206,21 +197,3 @@ def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypa
     message = "HellaSwag cannot be loaded" if what == "hella.jsonl" else f"{what} cannot be"
     assert refused(message, *flags)
     assert contents(old) == before
-
-
-def test_a_model_that_this_script_or_the_data_does_not_fit_is_named(old, shards, refused, tmp_path):
-    """Weights of another model, and a model of bytes, which cannot be fine-tuned on GPT-2's tokens."""
-    flags = ["--data_dir", shards, "--init_from", old / "other.pt", "--max_steps", 0]
-    saved = load(old, 2)
-    for content, message in (
-        (torch.zeros(3), "other.pt is not a checkpoint of this script"),
-        (saved | {"model": {}}, "not the weights of a GPT: ['lm_head.weight', "),
-        (saved | {"model": saved["model"] | {"x": torch.ones(1)}}, "['x'] differ"),
-    ):
-        torch.save(content, old / "other.pt")
-        assert refused(message, *flags), message
-    message = "was made with model test, not d6"
-    assert refused(message, *flags, "--init_from", old, "--model", "d6")
-    (shards / "meta.json").unlink()
-    flags = ["--data_dir", shards, "--init_from", old, "--log_dir", tmp_path / "new"]
-    assert refused("has tokens of gpt2, the model reads bytes", *flags, "--max_steps", 1)
