@@ -163,6 +163,9 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
         gpu = make_process(0, world, device=torch.device("cuda", 0), dtype=dtype)
         for share, B in ((fitting, fitting), (fitting + 1, fitting // 2 + 1)):
             assert choose(gpu, total_batch_size=1024 * share * world, **flags) == B, (gib, flags)
+    monkeypatch.setattr(train_gpt2, "triton", None)  # as with float16, there is no kernel
+    gpu = make_process(device=torch.device("cuda", 0), dtype="bfloat16")
+    assert [choose(gpu, total_batch_size=1024 * share) for share in (17, 18)] == [17, 9]
     assert choose(gpu, batch_size=4) == 4, "the user knows better"
     assert choose(gpu, max_steps=0, seq_len=1000) == 8, "an evaluation divides and keeps nothing"
     memory["free"] = 2 * 2**30

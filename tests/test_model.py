@@ -139,14 +139,20 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 
-def test_what_a_constructor_draws_itself_follows_seed(monkeypatch):
-    """Such as a parameter that a fork adds."""
+def test_a_new_state_follows_its_flags(monkeypatch):
+    """Among them is the seed of what a constructor draws by itself, as that of a fork may."""
     init = nn.LayerNorm.reset_parameters
     draw = lambda self: (init(self), nn.init.normal_(self.bias))  # noqa: E731
     monkeypatch.setattr(nn.LayerNorm, "reset_parameters", draw)
-    args = [Namespace(**train_gpt2.DEFAULTS | {"seed": n, "max_lr": 1.0}) for n in (1, 1, 2)]
-    models = [train_gpt2.make_state(SMALL, {}, each, make_process()).model for each in args]
-    drawn = [model.transformer.ln_f.bias[0].item() for model in models]
+    drawn = []
+    for seed, zero_init, recompute in ((1, False, True), (1, True, False), (2, True, True)):
+        given = {"seed": seed, "zero_init": zero_init, "recompute": recompute, "max_lr": 1.0}
+        args = Namespace(**train_gpt2.DEFAULTS | given | {"weight_decay": 0.7})
+        state = train_gpt2.make_state(SMALL, {}, args, make_process())
+        drawn.append(state.model.transformer.ln_f.bias[0].item())
+        projection = state.model.transformer.h[1].attn.c_proj.weight
+        assert (state.model.recompute, not projection.any()) == (recompute, zero_init)
+        assert [g["weight_decay"] for g in state.optimizers[0].param_groups] == [0.7, 0.0]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

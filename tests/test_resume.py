@@ -279,12 +279,12 @@ def test_a_signal_stops_the_run_after_a_save(tmp_path, shards, name, processes, 
     patch = signal_in(call, name, training=training, rank=processes - 1)
     if processes == 1:  # nobody reads the output: the same Ctrl-C has ended `| tee`
         patch += "r, w = os.pipe(); os.dup2(w, 1); os.dup2(w, 2); os.close(r)\n"
-    a, b = tmp_path / "a", tmp_path / "b"
+    a, b = tmp_path / "a", tmp_path / "b b"
     first = [*flags, "--save_every", 0, "--log_dir", b]
     status, out, _ = run(*first, processes=processes, patch=patch)
     others = [143] * (processes - 1)  # the first process, without a signal, may be the first to end
     assert status in (128 + getattr(signal, name), *others)
-    assert ("with --resume" in out) == (processes == 2)
+    assert (f"with --resume --log_dir '{b}'\n" in out) == (processes == 2)
     assert [steps(b), [*read_log(b)["val"]], [*read_log(b)["train"]]] == [[5], [0, 4], [*range(5)]]
     assert run(*flags, "--log_dir", b, "--resume", processes=processes)[0] == 0
     assert run(*flags, "--log_dir", a, processes=processes)[0] == 0

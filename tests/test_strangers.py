@@ -107,7 +107,7 @@ HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.u
 # The same, but with what the run prints
 TAKEN = {
     "hidden files": ("", HIDDEN, "done: "),
-    "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/README.md": b""}, "done: "),
+    "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --device cpu"),
     "a blank in a name": ("--log_dir 'my run'", {}, "--sample --init_from 'my run' --device cpu --seed 1"),
