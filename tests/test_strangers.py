@@ -81,6 +81,7 @@ REFUSED = {
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "hf cannot be loaded"),
     "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "hf cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "meta.json/model_00000.pt cannot be written: "),
+    "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "meta.json/x cannot be written: "),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
     "no data": ("--data_dir nowhere", {}, "nowhere holds no train shards: use fineweb.py"),
     "no validation data": ("", {VAL: None}, "data holds no val shards: use fineweb.py"),
