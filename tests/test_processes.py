@@ -84,7 +84,7 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
 def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(tmp_path, shards):
     """Each part of the run is made by other processes than the one before."""
     flags = ["--data_dir", shards, "--optimizer", "muon", "--schedule", "constant", "--resume"]
-    flags += ["--max_lr", 0.02, "--warmup_steps", 0, "--val_every", 3, "--batch_size", 4]
+    flags += ["--max_lr", 0.02, "--warmup_steps", 0, "--val_every", 1, "--batch_size", 4]
     assert main(*flags, "--max_steps", 12, "--log_dir", tmp_path / "a") == 0
     for max_steps, processes, zero in ((3, 3, 0), (5, 2, 0), (7, 1, 0), (9, 3, 1), (12, 2, 1)):
         own = ["--max_steps", max_steps, *(["--zero"] * zero), "--log_dir", tmp_path / "b"]
@@ -221,10 +221,11 @@ def test_processes_that_differ_stop(tmp_path, shards, message):
 
 
 def test_processes_take_the_least_of_their_batch_sizes(tmp_path, shards):
-    """GPUs may have other memories. The losses are those of one process."""
+    """GPUs may have other memories, and folders other names. The losses are those of one process."""
     flags = ["--data_dir", shards, "--max_steps", 4]
     assert main(*flags, "--log_dir", tmp_path / "one") == 0
-    patch = "train_gpt2.choose_batch_size = lambda *_: 4 - rank"
+    patch = "train_gpt2.choose_batch_size = lambda *_: 4 - rank\n"
+    patch += f"flags += ['--data_dir', '{shards}' + '/' * rank, '--log_dir', '{tmp_path}/two' + '/' * rank]"
     status, out, err = run(*flags, "--log_dir", tmp_path / "two", processes=2, patch=patch)
     assert status == 0 and "B 3" in out, err
     assert_close(read_log(tmp_path / "one"), read_log(tmp_path / "two"))

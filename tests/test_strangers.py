@@ -151,6 +151,15 @@ def test_openais_models_have_two_names(monkeypatch):
             assert train_gpt2.load_source(name) == name
 
 
+def test_pydocs_has_the_order_of_names(tmp_path, monkeypatch):
+    """That of a disk is another one on each machine."""
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(f'"""{name * 300}"""')
+    monkeypatch.setattr(os, "walk", lambda top: [(str(tmp_path), [], ["b.py", "a.py"])])
+    *_, first, second = fineweb.read_pydocs()
+    assert (first[:3], second[:3]) == ("a: ", "b: ")
+
+
 def test_several_large_row_groups_give_each_row_once(tmp_path, monkeypatch):
     """As a .parquet file of pandas with more than a million rows has them."""
     texts = [f"text {i}" for i in range(700)]
