@@ -249,7 +249,7 @@ torch.distributed.init_process_group = init
 def test_no_process_ends_before_the_last_checkpoint_is_whole(tmp_path, shards):
     """torchrun ends the first process, which writes, soon after another one has ended. NCCL by itself
     would wait for 10 minutes, and a large checkpoint on a slow disk takes longer."""
-    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--batch_size", 8]
+    flags = ["--data_dir", shards, "--log_dir", tmp_path, "--max_steps", 1, "--val_every", 0]
     patch = SLOW_SAVE.format(path=str(tmp_path / "model_00001.pt"))
     status, out, err = run(*flags, processes=2, patch=patch)
     assert status == 0 and out.count("waits 1:00:00") == 2, err

@@ -73,6 +73,7 @@ REFUSED = {
     "a tensor": ("--init_from x.pt", {"x.pt": saved(torch.zeros(3))}, "x.pt is not a checkpoint of this script"),
     "no weights": ("--init_from x.pt", {"x.pt": saved(MODEL | {"model": {}})}, "not the weights of a GPT: ['lm_head.weight', "),
     "more weights": ("--init_from x.pt", {"x.pt": saved(MORE)}, "not the weights of a GPT: ['x'] differ"),
+    "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
     "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "x.pt was made with model test, not d6"),
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "a fork's field": ("--init_from x.pt", {"x.pt": saved(ROTARY)}, "x.pt was made with ['rotary']"),
