@@ -100,6 +100,9 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
         args = defaults(device="auto", **given)
         assert args.hellaswag_every == given.get("hellaswag_every", hella)
     assert defaults(device="cpu").hellaswag_every == 0
+    with monkeypatch.context() as loaded:
+        loaded.setattr(train_gpt2, "load_source", lambda name: {"args": {}})
+        assert decide({"sample": True})[0].hellaswag_every == 0, "a sample scores nothing"
     with monkeypatch.context() as alone:  # without hellaswag.py beside it
         alone.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")
         assert defaults(device="auto").hellaswag_every == 0

@@ -154,6 +154,9 @@ def test_a_new_state_follows_its_flags(monkeypatch):
         assert (state.model.recompute, not projection.any()) == (recompute, zero_init)
         assert [g["weight_decay"] for g in state.optimizers[0].param_groups] == [0.7, 0.0]
     assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(UserError, match="--zero needs --dtype"):
+        run = make_process(0, 2, dtype="float16")
+        train_gpt2.make_state(SMALL, {}, Namespace(**vars(args) | {"zero": True}), run)
 
 
 def test_recompute_changes_no_gradient():
