@@ -122,8 +122,10 @@ def test_defaults_follow_the_model_and_the_optimizer():
     assert args.max_lr == pytest.approx(3e-3)
     assert (args.schedule, args.final_lr_frac, args.zero_init) == ("linear", 0.0, True)
     assert not defaults().zero_init
-    args = defaults(quickstart=True, seq_len=32)  # the preset comes before what follows from others
-    assert (args.seq_len, args.val_every, args.schedule) == (32, 250, "linear")
+    # The preset comes before what follows from other flags
+    args, _ = decide({"quickstart": True, "log_dir": "nowhere", "seq_len": 32})
+    found = (args.seq_len, args.val_every, args.schedule, args.device)
+    assert found == (32, 250, "linear", "cpu")
 
 
 @pytest.mark.parametrize("max_steps, exponent", [

@@ -237,6 +237,7 @@ def rename_late(source, target, replace=os.replace):
     time.sleep(0.5 if str(target).endswith(".pt") else 0)
     replace(source, target)
 def check(status, end=os._exit):
+    print("ended by", sys._getframe(1).f_globals["__name__"], flush=True)
     end(status if os.path.exists({path!r}) else 77)
 os.replace, os._exit = rename_late, check
 def init(*args, start=torch.distributed.init_process_group):
@@ -253,6 +254,9 @@ def test_no_process_ends_before_the_last_checkpoint_is_whole(tmp_path, shards):
     patch = SLOW_SAVE.format(path=str(tmp_path / "model_00001.pt"))
     status, out, err = run(*flags, processes=2, patch=patch)
     assert status == 0 and out.count("waits 1:00:00") == 2, err
+    assert out.count("ended by train_gpt2") == 2, (
+        "Python's cleanup could wait for the other process"
+    )
 
 
 SCRIPT = """

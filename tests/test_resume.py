@@ -326,6 +326,7 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(tmp_pat
     assert main(*flags) == 0
     out = capsys.readouterr().out
     assert "step     2/2 | val loss" in out and "a new run begins" not in out
+    assert "saved " not in out, "the checkpoint that was loaded is there"
     assert read_log(tmp_path / "log") == before and steps(tmp_path / "log") == [2]
 
 
