@@ -102,6 +102,7 @@ REFUSED = {
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
     "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
     "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: JSONDecodeError"),
+    "two data sets in a folder": ("", {"data/meta-001-of-002.json": b"{}"}, "data has 2 of 1 parts"),
     "an unknown tokenizer": ("--sample_every 1", {META: b'{"tokenizer": "llama"}'}, "the tokenizer llama "),
 }  # fmt: skip
 NANOGPT = {"nano/train.bin": bytes(2000), "nano/val.bin": bytes(2000)}  # tokens of GPT-2, no header
