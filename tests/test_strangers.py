@@ -62,7 +62,7 @@ REFUSED = {
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
     "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
-    "sample of nothing": ("--sample", {}, "--init_from scratch: expected gpt2 ... "),
+    "sample of nothing": ("--sample", {"scratch/model_00001.pt": saved(MODEL)}, "--init_from scratch: expected gpt2 ... "),
     "export of nothing": ("--export_hf out", {}, "--init_from scratch: expected gpt2 ... "),
     "resume and overwrite": ("--resume --overwrite", {}, "exclude each other"),
     "resume and evaluate": ("--resume --max_steps 0", {}, "exclude each other"),
