@@ -116,13 +116,8 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
 def test_the_split_is_a_word_of_the_name(tmp_path):
     """A file of training data whose name holds "val" by accident is not validated on. Hidden files,
     such as those of a Mac, are no shards."""
-    for name in (
-        "retrieval_train_000",
-        "fineweb_val_000001",
-        "val-001-of-128_000000",
-        "TRAIN.x",
-        "._train",
-    ):
+    words = "retrieval_train_000 fineweb_val_000001 val-001-of-128_000000 TRAIN.x ._train"
+    for name in words.split():
         np.save(tmp_path / f"{name}.npy", np.arange(20, dtype=np.uint16))
     train, val = (set(make_loaders(tmp_path, 8, split=s)[0].lengths) for s in ("train", "val"))
     assert train == {"retrieval_train_000.npy", "TRAIN.x.npy"}

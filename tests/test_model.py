@@ -139,6 +139,26 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 
+def test_a_new_state_follows_its_flags(monkeypatch):
+    """Among them is the seed of what a constructor draws by itself, as that of a fork may."""
+    init = nn.LayerNorm.reset_parameters
+    draw = lambda self: (init(self), nn.init.normal_(self.bias))  # noqa: E731
+    monkeypatch.setattr(nn.LayerNorm, "reset_parameters", draw)
+    drawn = []
+    for seed, zero_init, recompute in ((1, False, True), (1, True, False), (2, True, True)):
+        given = {"seed": seed, "zero_init": zero_init, "recompute": recompute, "max_lr": 1.0}
+        args = Namespace(**train_gpt2.DEFAULTS | given | {"weight_decay": 0.7})
+        state = train_gpt2.make_state(SMALL, {}, args, make_process())
+        drawn.append(state.model.transformer.ln_f.bias[0].item())
+        projection = state.model.transformer.h[1].attn.c_proj.weight
+        assert (state.model.recompute, not projection.any()) == (recompute, zero_init)
+        assert [g["weight_decay"] for g in state.optimizers[0].param_groups] == [0.7, 0.0]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(UserError, match="--zero needs --dtype"):
+        run = make_process(0, 2, dtype="float16")
+        train_gpt2.make_state(SMALL, {}, Namespace(**vars(args) | {"zero": True}), run)
+
+
 def test_recompute_changes_no_gradient():
     """Blocks that are computed again in the backward pass give the same bits."""
     x, y = random_tokens(3, 16), random_tokens(3, 16).flip(0)
@@ -157,18 +177,14 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
     model = GPT(GPTConfig(), seed=None)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
     peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
-    peaks |= {
-        "New GPU": None,
-        "NVIDIA T400 4GB": None,  # which is no T4
-        "RTX 3090 Ti": None,
-        "RTX 4090 Laptop GPU": None,
-        "H100 80GB HBM3 MIG 1g.10gb": None,
-    }
-    for name, peak in peaks.items():
-        found = train_gpt2.peak_tokens_per_second(
-            model, 1024, make_process(0, 8, device_name=name, dtype="bfloat16")
-        )
+    others = "New GPU; NVIDIA T400 4GB; RTX 3090 Ti; RTX 4090 Laptop GPU; H100 80GB MIG 1g.10gb"
+    for name, peak in (peaks | dict.fromkeys(others.split("; "))).items():
+        run = make_process(0, 8, device_name=name, dtype="bfloat16")
+        found = train_gpt2.peak_tokens_per_second(model, 1024, run)
         assert found == (peak and pytest.approx(8 * peak / flops)), name
+    for dtype in ("float32", "tf32"):  # which have other peaks
+        run = make_process(device_name="NVIDIA H100 80GB HBM3", dtype=dtype)
+        assert train_gpt2.peak_tokens_per_second(model, 1024, run) is None
 
 
 # (N, C, V, padded V): odd sizes; V on both sides of the kernel's block of 16384 columns; GPT-2's
@@ -285,10 +301,8 @@ def test_an_exported_folder_reads_and_writes_the_same_text(tmp_path):
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
 
 
-def test_a_new_model_has_the_positions_that_it_trains_and_a_loaded_one_keeps_its_own(
-    tmp_path, shards
-):
-    """Of more positions, some would never learn, and the exported model would use them."""
+def test_a_new_model_has_the_positions_that_it_trains(tmp_path, shards):
+    """Others would never learn, and the exported model would use them. A loaded one keeps its own."""
     flags = ["--data_dir", shards, "--max_steps", 1, "--log_dir"]
     assert main(*flags, tmp_path / "new", "--seq_len", 8) == 0
     assert main(*flags, tmp_path / "tuned", "--init_from", tmp_path / "new", "--seq_len", 4) == 0
@@ -345,4 +359,15 @@ def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=message):
+        train_gpt2.load_source(str(tmp_path))
+
+
+def test_the_first_process_alone_compares_logits(tmp_path, monkeypatch):
+    """With gpt2-xl, this takes minutes and 13 GB."""
+    foreign().save_pretrained(tmp_path)
+    monkeypatch.setattr(train_gpt2, "same_outputs", lambda *_: 1 / 0)
+    monkeypatch.setenv("RANK", "1")
+    assert train_gpt2.load_source(str(tmp_path))["args"]["seq_len"] == 16
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ZeroDivisionError):
         train_gpt2.load_source(str(tmp_path))

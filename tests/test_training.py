@@ -108,6 +108,28 @@ def test_compilation_changes_nothing_of_the_training(tmp_path, shards, monkeypat
     assert kept and not any(x.requires_grad for x in kept)
 
 
+def test_only_a_run_that_trains_compiled_validates_with_gradients(monkeypatch):
+    """So that one graph serves both. An evaluation alone needs none, and keeps none."""
+    found = []
+    spy = lambda *_: found.append(torch.is_grad_enabled()) or 1.0  # noqa: E731
+    monkeypatch.setattr(train_gpt2, "validate", spy)
+    for max_steps, compile in ((9, True), (9, False), (0, True)):
+        given = {"max_steps": max_steps, "val_every": 1, "sample_every": 0, "hellaswag_every": 0}
+        args = Namespace(**train_gpt2.DEFAULTS | given)
+        train_gpt2.evaluate(None, 0, None, None, Mock(), args, make_process(compile=compile))
+    assert found == [True, False, False]
+
+
+def test_each_window_is_read_once(tmp_path, shards, monkeypatch):
+    """Three steps of 16 windows and two validations of 40, after one batch of each to try them. The
+    last batch of a validation repeats its last window."""
+    read, get = {True: [], False: []}, train_gpt2.DataLoaderLite.get_window
+    spy = lambda self, n: (read[self.seed is None].append(n), get(self, n))[1]  # noqa: E731
+    monkeypatch.setattr(train_gpt2.DataLoaderLite, "get_window", spy)
+    train(tmp_path, shards, "--max_steps 3 --val_every 3 --batch_size 4")
+    assert read == {False: [0] * 4 + [*range(48)], True: [0] * 4 + [*range(40)] * 2}
+
+
 def test_the_console_shows_a_step_a_second(tmp_path, shards, monkeypatch, capsys, break_losses):
     """It also shows the first and the last one, and those whose update is skipped, in llm.c's form.
     log.txt has all of them, in build-nanogpt's form, with two more lines at step 0. A step takes
@@ -145,7 +167,7 @@ def test_the_last_update_is_evaluated_sampled_and_saved(tmp_path, shards, capsys
     (tmp_path / "log/model_100000.pt").touch()
     assert steps(tmp_path / "log") == [6, 7, 100000], "in the order of numbers"
     log = train(tmp_path / "never", shards, "--max_steps 3 --save_every 0")
-    assert "val" not in log and not steps(tmp_path / "never")
+    assert "val" not in log and not list((tmp_path / "never").glob("*.pt"))
     assert "sample 0:" not in capsys.readouterr().out
 
 

@@ -83,7 +83,7 @@ ROWS = [
         "padded vocabulary",
         [
             ("# Pad 50257 to", "padded_vocab_size = math.ceil"),
-            ("# The padded rows", "value[self.conf"),
+            ("value[self.config.vocab_size", "value[self.conf"),
         ],
         edits=(("math.ceil(config.vocab_size / 128) * 128", "config.vocab_size"),),
     ),
@@ -143,7 +143,7 @@ ROWS = [
         "a share of the rate for projections",
         [
             ('elif name.endswith("c_proj', "projections.append"),
-            ("# Projections write", '"lr_share": 1 /'),
+            ("# All projections add", '"lr_share": 1 /'),
         ],
         edits=(('"lr_share": 1 / self.config.n_layer', '"lr_share": 1.0'),),
         measures="loss",

@@ -38,6 +38,19 @@ def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     assert "not a number" in measure.judge("mine", [0.01, float("nan")], 9)
 
 
+def test_a_comparison_takes_rows_of_its_own_kind(tmp_path):
+    """None of another machine, commit, unit or case. A median leaves out the steps that warm up."""
+    results = measure.Results(SimpleNamespace(results=tmp_path, what="ideas"))
+    case = {"idea": "GPT-2", "flags": "--model d6", "inputs": "1a"}
+    for other in ({}, {"machine": "another"}, {"commit": "another"}):
+        results.add(case, 1.0, "nats per token", **other)
+    for key in case:
+        results.add(case | {key: "another"}, 1.0, "nats per token")
+    results.add(case, 1.0, "ms")
+    assert len(results.earlier("nats per token", **case)) == 1
+    assert measure.median_ms({"dt": [90, 80, 3, 1, 2, 4]}) == 2.5
+
+
 STARTED = []  # the flags of all runs
 
 

@@ -1,0 +1,171 @@
+"""What people bring: small inputs, and what should happen to each. A report of a bug is one line more."""
+
+import io
+import os
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from conftest import SMALL, main, write_shards
+from pyarrow import parquet
+
+import fineweb
+import train_gpt2
+from train_gpt2 import GPT
+
+
+def saved(value) -> bytes:
+    """Return the bytes of a .npy file of an array, or of a checkpoint."""
+    file = io.BytesIO()
+    if isinstance(value, np.ndarray):
+        np.save(file, value)
+    else:
+        torch.save(value, file)
+    return file.getvalue()
+
+
+def llm_c(*header: int, tokens=999) -> bytes:
+    """Return one of llm.c's shards of zeros."""
+    return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
+
+
+class Attack:
+    """An object whose pickle makes a folder."""
+
+    def __reduce__(self):
+        return os.mkdir, ("made",)
+
+
+MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
+OLD = MODEL | {"config": MODEL["config"] | {"eot": 256}, "args": {"zero": 0}}  # of commit 3a46ed5
+ROTARY = MODEL | {"config": MODEL["config"] | {"rotary": 1}}
+MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
+SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
+BIN = "is no .bin shard of version 1, or was cut short"
+HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
+NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
+# Flags, the files beside tiny data (None: one is deleted), and what the one line says
+REFUSED = {
+    "abbreviated flag": ("--max_step 3", {}, "unrecognized arguments: --max_step"),
+    "text for a number": ("--max_steps many", {}, "--max_steps: invalid int value: 'many'"),
+    "negative": ("--max_steps -1", {}, "--max_steps -1: expected a finite number >= 0"),
+    "nan": ("--max_lr nan", {}, "--max_lr nan: expected a finite number"),
+    "unknown schedule": ("--schedule cosin", {}, "invalid choice: 'cosin' (choose from "),
+    "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
+    "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
+    "no such device": (f"--device {NO_DEVICE}", {}, "--device: this machine has"),
+    "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
+    "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
+    "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
+    "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
+    "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
+    "export of nothing": ("--export_hf out --log_dir run", {}, "--init_from run: expected gpt2 ... "),
+    "resume and overwrite": ("--resume --overwrite", {}, "use only one of --resume, "),
+    "resume and evaluate": ("--resume --max_steps 0", {}, "use only one of --resume, "),
+    "overwrite and evaluate": ("--overwrite --max_steps 0", {}, "use only one of --resume, "),
+    "unknown source": ("--init_from nowhere.pt", {}, "--init_from nowhere.pt: expected gpt2 ... "),
+    "JSON as source": (f"--init_from {META}", {}, "meta.json cannot be loaded"),
+    "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
+    "a tensor": ("--init_from x.pt", {"x.pt": saved(torch.zeros(3))}, "x.pt is not a checkpoint of this script"),
+    "no weights": ("--init_from x.pt", {"x.pt": saved(MODEL | {"model": {}})}, "not the weights of a GPT: ['lm_head.weight', "),
+    "more weights": ("--init_from x.pt", {"x.pt": saved(MORE)}, "not the weights of a GPT: ['x'] differ"),
+    "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
+    "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "x.pt was made with model test, not d6"),
+    "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
+    "a fork's field": ("--init_from x.pt", {"x.pt": saved(ROTARY)}, "x.pt was made with ['rotary']"),
+    "an old checkpoint": ("--resume", {"log/model_00002.pt": saved(OLD)}, "00002.pt was made with ['eot']"),
+    "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Attack()})}, "x.pt cannot be loaded"),
+    "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "hf cannot be loaded"),
+    "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "hf cannot be loaded"),
+    "log_dir is a file": (f"--log_dir {META}", {}, "meta.json/model_00000.pt cannot be written: "),
+    "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "meta.json/x cannot be written: "),
+    "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
+    "no data": ("--data_dir nowhere", {}, "nowhere holds no train shards: use fineweb.py"),
+    "no validation data": ("", {VAL: None}, "data holds no val shards: use fineweb.py"),
+    "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds a 1-D int32 array, expected 1-D uint16"),
+    "2-D": ("", {SHARD: saved(np.zeros((9, 99), np.uint16))}, "holds a 2-D uint16 array"),
+    "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
+    "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
+    "an empty .npy": ("", {SHARD: b""}, "train_000002.npy cannot be loaded"),
+    "text in a .npy": ("", {SHARD: b"some text"}, "train_000002.npy cannot be loaded"),
+    "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "train_000002.npy cannot be loaded"),
+    "version 2": ("", {"data/a_train.bin": llm_c(20240520, 2, 999)}, BIN),
+    "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, BIN),
+    "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
+    "an odd number of bytes": ("", {"data/a_train.bin": b"odd"}, "a_train.bin cannot be loaded"),
+    "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
+    "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
+    "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
+    "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
+    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: JSONDecodeError"),
+    "two data sets in a folder": ("", {"data/meta-001-of-002.json": b"{}"}, "data has 2 of 1 parts"),
+    "an unknown tokenizer": ("--sample_every 1", {META: b'{"tokenizer": "llama"}'}, "the tokenizer llama "),
+}  # fmt: skip
+NANOGPT = {"nano/train.bin": bytes(2000), "nano/val.bin": bytes(2000)}  # tokens of GPT-2, no header
+HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.unfinished": b""}
+# The same, but with what the run prints
+TAKEN = {
+    "hidden files": ("", HIDDEN, "done: "),
+    "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
+    "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
+    "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --device cpu"),
+    "a blank in a name": ("--log_dir 'my run'", {}, "--sample --init_from 'my run' --device cpu --seed 1"),
+    "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
+    "no checkpoint to resume": ("--resume", {}, "log has no checkpoint: a new run begins"),
+    "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
+    "a long prompt": (f"--sample_every 2 --prompt '{'long ' * 9}'", {}, "sample 3: long long "),
+    "no samples": ("--sample_every 2 --num_samples 0", {}, "done: "),
+    "a large top_k": ("--sample_every 2 --top_k 100000", {}, "sample 3: Hello"),
+    "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
+    "one token": ("--seq_len 1", {}, "done: "),
+    "a large B": ("--batch_size 999", {}, "B 16\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED | TAKEN)
+def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, refused, capsys):
+    """With status 2, before the run makes log_dir or changes anything else."""
+    words, files, text = (REFUSED | TAKEN)[case]
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "data")
+    for name, content in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).unlink(missing_ok=True)
+        if content is not None:
+            Path(name).write_bytes(content)
+    before = sorted(Path().rglob("*"))
+    flags = ["--data_dir", "data", "--max_steps", "2", *shlex.split(words)]
+    if case in TAKEN:
+        assert main(*flags) == 0 and text in capsys.readouterr().out
+    else:
+        assert refused(text, *flags) and sorted(Path().rglob("*")) == before
+
+
+def test_openais_models_have_two_names(monkeypatch):
+    """The hub shows the longer one."""
+    monkeypatch.setattr(train_gpt2, "load_hf", lambda name: name)
+    for size in ("", "-medium", "-large", "-xl"):
+        for name in (f"gpt2{size}", f"openai-community/gpt2{size}"):
+            assert train_gpt2.load_source(name) == name
+
+
+def test_pydocs_has_the_order_of_names(tmp_path, monkeypatch):
+    """That of a disk is another one on each machine."""
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text(f'"""{name * 300}"""')
+    monkeypatch.setattr(os, "walk", lambda top: [(str(tmp_path), [], ["b.py", "a.py"])])
+    *_, first, second = fineweb.read_pydocs()
+    assert (first[:3], second[:3]) == ("a: ", "b: ")
+
+
+def test_several_large_row_groups_give_each_row_once(tmp_path, monkeypatch):
+    """As a .parquet file of pandas with more than a million rows has them."""
+    texts = [f"text {i}" for i in range(700)]
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=300)
+    monkeypatch.setattr(fineweb, "GROUP_SIZE", 100)  # bytes
+    batches = fineweb.read_file(str(tmp_path / "x.parquet"), "text")
+    assert [text for _, _, batch in batches for text in batch() if text] == texts
