@@ -216,7 +216,8 @@ def table_zero() -> list:
         losses = {row["case"].get("step"): row["value"] for row in own}
         ms, peak = (median(values("zero", unit=unit, **case), "{:.1f}") for unit in ("ms", "GiB"))
         flags = f"`{case['flags']}`" if case["flags"] else ""
-        table.append([flags, ms, peak, ", ".join(f"{losses[step]:.4f}" for step in (1, 20, 35)), source(own)])
+        found = ", ".join(f"{losses[step]:.4f}" for step in (1, 20, 35))
+        table.append([flags, ms, peak, found, source(own)])
     return table
 
 
