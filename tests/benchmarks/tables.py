@@ -37,6 +37,12 @@ def of_last_machine(rows: list[dict]) -> list[dict]:
     return [row for row in rows if row["machine"] == rows[-1]["machine"]]
 
 
+def by_machine(rows: list[dict]) -> list[list[dict]]:
+    """Return the rows of each machine, in the order in which the machines appear first."""
+    machines = dict.fromkeys(row["machine"] for row in rows)
+    return [[row for row in rows if row["machine"] == machine] for machine in machines]
+
+
 def newest(rows: list[dict]) -> list[dict]:
     """Return the rows of the commit and machine of the last one."""
     last = (rows[-1]["commit"], rows[-1]["machine"]) if rows else None
@@ -77,25 +83,25 @@ def unique(rows: list[dict], *settings) -> list[dict]:
 # ---- tables: each function returns lists of cells, the heading first ------------------------------
 
 
-def speed_row(file: str, case: dict) -> list:
+def speed_row(rows: list[dict], case: dict) -> list:
     """Return tokens a second, ms a step, GiB and the source of the newest rows of a case."""
-    rows = newest(load(file, unit="ms", **case))
-    ms = [row["value"] for row in rows]
+    rows = newest([row for row in rows if case.items() <= row["case"].items()])
+    ms = [row["value"] for row in rows if row["unit"] == "ms"]
+    peak = [row["value"] for row in rows if row["unit"] == "GiB"]
     speed = median([1000 * case["tokens"] / value for value in ms], "{:,.0f}")
-    peak = values(file, unit="GiB", **case)
     return [speed, median(ms, "{:.1f}"), median(peak, "{:.1f}"), source(rows)]
 
 
 def table_speed() -> list:
-    """train_gpt2.py on one GPU."""
+    """train_gpt2.py on one GPU, of each kind."""
     heading = ["model", "flags", "B", "tokens a step", "tokens a second", "ms a step"]
     table = [[*heading, "GiB", "measured"]]
-    rows = load("speed", unit="ms", script="train_gpt2.py")
-    cases = unique(rows, "model", "B", "tokens", "script", "flags")
-    for case in sorted(cases, key=lambda case: (case["flags"], case["model"], case["tokens"])):
-        row = speed_row("speed", case)
-        flags = f"`{case['flags']}`" if case["flags"] else ""
-        table.append([case["model"], flags, case["B"], f"{case['tokens']:,}", *row])
+    for rows in by_machine(load("speed", script="train_gpt2.py")):
+        cases = unique(rows, "model", "B", "tokens", "script", "flags")
+        for case in sorted(cases, key=lambda case: (case["flags"], case["model"], case["tokens"])):
+            row = speed_row(rows, case)
+            flags = f"`{case['flags']}`" if case["flags"] else ""
+            table.append([case["model"], flags, case["B"], f"{case['tokens']:,}", *row])
     return table
 
 
@@ -103,7 +109,7 @@ def table_peers() -> list:
     """GPT-2 124M in steps of 524,288 tokens, B 64, beside other programs."""
     case = {"model": "d12", "B": 64, "tokens": 2**19, "flags": ""}
     scripts = unique(load("peers"), "script")
-    found = [(each["script"], speed_row("peers", case | each)) for each in scripts]
+    found = [(each["script"], speed_row(load("peers"), case | each)) for each in scripts]
     found = [(f"`{name}`" if name.endswith(".py") else name, row) for name, row in found]
     found.sort(key=lambda row: -int(row[1][0].split()[0].replace(",", "")))
     machines = {row[3].split(", ")[1] for _, row in found}
@@ -114,13 +120,19 @@ def table_peers() -> list:
 
 
 def table_start() -> list:
-    """Seconds until the first update is done."""
+    """Seconds until the first update is done, on each kind of GPU."""
     parts = ["imports", "setup and state", "validation", "step", "all"]
-    table = [["caches of compiled kernels", *parts, "measured"]]
-    for cache in ("full", "empty"):
-        case = {"script": "train_gpt2.py", "cache": cache, "flags": ""}
-        cells = [median(values("start", part=part, **case), "{:.1f}") for part in parts]
-        table.append([cache, *cells, source(load("start", **case))])
+    table = [["caches of compiled kernels", "first save", *parts, "measured"]]
+    for rows in by_machine(load("start", script="train_gpt2.py")):
+        cases = unique(rows, "cache", "flags")
+        for case in sorted(cases, key=lambda case: (case["flags"], case["cache"] == "empty")):
+            own = newest([row for row in rows if case.items() <= row["case"].items()])
+            cells = []
+            for part in parts:
+                seconds = [row["value"] for row in own if row["case"]["part"] == part]
+                cells.append(median(seconds, "{:.1f}"))
+            saves = "yes" if "--save_every" in case["flags"] else "no"
+            table.append([case["cache"], saves, *cells, source(own)])
     return table
 
 
@@ -178,8 +190,7 @@ def table_scaling() -> list:
             "measured",
         ]
     ]
-    for machine in dict.fromkeys(row["machine"] for row in load("scaling")):
-        rows = [row for row in load("scaling") if row["machine"] == machine]
+    for rows in by_machine(load("scaling", unit="ms")):
 
         def measured(case, rows=rows) -> list[dict]:
             return newest([row for row in rows if case.items() <= row["case"].items()])
@@ -193,6 +204,20 @@ def table_scaling() -> list:
             cells.append(f"{1000 * case['tokens'] / statistics.median(ms):,.0f}")
             share = f"{100 * linear / statistics.median(ms):.0f}%"
             table.append([*cells, share, source(measured(case))])
+    return table
+
+
+def table_zero() -> list:
+    """Two GPUs that train without and with --zero."""
+    table = [["flags", "ms a step", "GiB a GPU", "training loss of steps 1, 20, 35", "measured"]]
+    rows = [row for row in load("zero") if "script" not in row["case"]]
+    for case in unique(rows, "flags"):
+        own = newest([row for row in rows if case.items() <= row["case"].items()])
+        losses = {row["case"].get("step"): row["value"] for row in own}
+        ms, peak = (median(values("zero", unit=unit, **case), "{:.1f}") for unit in ("ms", "GiB"))
+        flags = f"`{case['flags']}`" if case["flags"] else ""
+        found = ", ".join(f"{losses[step]:.4f}" for step in (1, 20, 35))
+        table.append([flags, ms, peak, found, source(own)])
     return table
 
 
@@ -222,6 +247,15 @@ def table_quickstart() -> list:
     ]
 
 
+def table_threads() -> list:
+    """A step of the quickstart with each number of threads, and with PyTorch's own choice."""
+    rows = newest(load("threads"))
+    names = [row["case"]["threads"] for row in rows]
+    table = [["threads", *(name if name != "own" else "PyTorch's choice" for name in names)]]
+    table[0].append("measured")
+    return [*table, ["ms a step", *(f"{row['value']:.1f}" for row in rows), source(rows)]]
+
+
 def table_runs() -> list:
     """Finished runs of GPT-2 124M."""
     heading = ["run", "steps", "tokens a step", "tokens", "minutes of steps", "ms a step"]
@@ -242,20 +276,21 @@ def table_runs() -> list:
 def table_recipes() -> list:
     """The README's rows: those of table_runs that have a name here."""
     names = {
-        "adamw": "AdamW with GPT-3's settings",
-        "adamw_tuned": "AdamW, tuned",
-        "adamw_long": "AdamW, tuned, small batches",
-        "adamw_small": "AdamW, tuned, small batches",
-        "muon_long": "Muon, small batches",
-        "muon_small": "**Muon, small batches**",
+        "muon_small": "Muon",
+        "adamw_small": "AdamW, tuned",
+        "muon_long": "Muon",
+        "adamw_long": "AdamW, tuned",
     }
-    table = [["recipe", "tokens in a batch", "tokens", "minutes", "validation loss"]]
+    table = [["GPT-2 124M", "tokens", "minutes", "validation loss"]]
     for run, name in names.items():
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
-        batch = row["case"]["batch"]
         minutes = median(values("runs", run=run, unit="minutes"), "{:.1f}")
-        tokens = f"{row['case']['steps'] * batch / 1e6:.0f}M"
-        table.append([name, f"{batch:,}", tokens, minutes, f"{row['value']:.4f}"])
+        number, gpu = re.match(r"(\d) x NVIDIA (\w+)", row["machine"]).groups()
+        gpus = f"{['one', 'two'][int(number) - 1]} {gpu}"
+        tokens = f"{row['case']['steps'] * row['case']['batch'] / 1e6:.0f}M"
+        loss = f"{row['value']:.3f}"
+        loss = f"**{loss}**" if name == "Muon" else loss
+        table.append([name, tokens, f"{minutes} on {gpus}", loss])
     return table
 
 
