@@ -30,7 +30,7 @@ SAMPLES = {  # step: how the quickstart's "sample 1" begins then, and where that
     1250: ("Return the response names", (420, 1.05)),
 }
 GUESSES = {  # what losses mean: how many bytes one would choose from, and where the text stands
-    257: ("like a guess among 257 bytes", 1262, "top"),
+    257: ("like a guess among 257", 1262, "top"),
     16: ("among 16", 1262, "bottom"),
     4: ("among 4", 90, "bottom"),
 }
@@ -110,6 +110,7 @@ def draw_runs(logs: list[Path], is_ours: bool, theme: str):
             ax.plot(end, losses[-1], "o", color=color, ms=14, mec=paper, mew=2.5, zorder=3)
             free = min(losses[-1], free - 0.09 * (top - bottom))
             style = {"fontsize": 23, "va": "center", "color": color, "weight": "bold"}
+            style["bbox"] = {"facecolor": paper, "edgecolor": "none", "pad": 1}
             where = {"xytext": (14, 0), "textcoords": "offset points"}
             ax.annotate(f"{losses[-1]:.3f} {label}", (end, free), **where, **style)
         ax.set(xlim=(0, 1.95 * end), ylim=(bottom, top), xticks=[0, end], xlabel="tokens read")
