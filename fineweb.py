@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -42,17 +42,15 @@ from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
-META_VERSION = 8  # raised whenever a folder of an older version cannot be continued
+META_VERSION = 9  # raised whenever a folder of an older version cannot be continued
 GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"  # as in tiktoken
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
 OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
-# Lines between two documents of a text. A search is 200 times faster if a pattern begins with text
-MARK = re.compile(r"<\|endoftext\|>(?<![^\n]<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
+# Lines between documents of a text. The search is fast because the pattern begins with letters
+MARK = re.compile(r"<\|endoftext\|>(?<!.<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
 GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
 ROWS = 128  # rows of such a batch: ~0.6 MB of FineWeb
-LINES = "python -c 'import json; [print(json.dumps(r)) for r in json.load(open(0))]' < OLD > NEW"
-MEND = "mend or remove it, and the same command continues"
 ADVICE = "undo this, choose another --out, or delete the folder to start over"
 
 
@@ -89,39 +87,30 @@ def write_file(path: str, content: bytes) -> None:
 @lru_cache
 def get_tokenizer(name: str) -> tiktoken.Encoding:
     """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256)."""
-    require(name in ("gpt2", "bytes"), f"unknown tokenizer {name!r}: expected gpt2 or bytes")
-    if name == "gpt2":
-        urls = [f"{GPT2_URL}/{file}" for file in ("vocab.bpe", "encoder.json")]
-        copies = [f"{url} as {hashlib.sha1(url.encode()).hexdigest()}" for url in urls]
-        hint = f"save {' and '.join(copies)} in a folder, and set TIKTOKEN_CACHE_DIR to that folder"
-        with naming(f"GPT-2's tokenizer cannot be downloaded: {hint}"):
-            enc = tiktoken.get_encoding("gpt2")
-    else:
+    if name == "bytes":  # they never merge, so the pattern may split a text anywhere
         ranks = {bytes([byte]): byte for byte in range(256)}
-        pattern = r"(?s).{1,64}"  # bytes never merge, so any pieces will do: short ones are fast
-        options = {"mergeable_ranks": ranks, "special_tokens": {"<|endoftext|>": 256}}
-        enc = tiktoken.Encoding(name, pat_str=pattern, **options)
-    assert enc.n_vocab <= 2**16, "larger tokens would wrap around in a shard's uint16"
-    return enc
+        rest = {"pat_str": "(?s).{1,64}", "special_tokens": {"<|endoftext|>": 256}}
+        return tiktoken.Encoding(name, mergeable_ranks=ranks, **rest)
+    hint = f"save {GPT2_URL}/vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
+    hint += f"{GPT2_URL}/encoder.json as 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+    with naming(f"GPT-2's tokenizer cannot be downloaded: {hint} in the folder TIKTOKEN_CACHE_DIR"):
+        return tiktoken.get_encoding("gpt2")
 
 
 # ---- sources: which files there are, and the batches of texts in them ----------------------------
-# The main process cuts files into batches. A batch is a function that a worker calls: parse_lines
-# on some lines, list on some texts, or read_group, which reads a row group from disk or hub.
-# It returns texts. The first one continues the last document of the batch before it, or is empty.
-# Every other text is a new document. None is a row without a text, which is no document.
+# The main process cuts files into batches, which are functions that a worker calls: parse_lines on
+# some lines, MARK.split on a text, list on texts, or read_group. The first text that one returns
+# continues the document before it, or is empty. The others are documents, or None: a row without.
 
 
 def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
     """Return the dataset's files in order: {address: [size, what changes with the content]}."""
-    # Addresses on the hub name a commit: hf://datasets/NAME@COMMIT/sample/10BT/000_00000.parquet.
-    # A folder keeps the commit (pydocs: the version of Python) with which it was begun
-    if args.dataset and metas:
+    if args.dataset and metas:  # with the commit, or the version of Python, as at the beginning
         return next(iter(metas.values())).get("files", {})
     if args.dataset == "pydocs":
-        return {"pydocs": [0, sys.version.split()[0]]}
+        return {"pydocs": [1, sys.version.split()[0]]}
     if args.dataset:
-        return {address: [0, address] for address in find_on_hub(args.dataset, args.name)}
+        return {address: [1, address] for address in find_on_hub(args.dataset, args.name)}
     paths = {}
     for name in map(os.path.expanduser, args.files):
         # A name, even with brackets, or a glob. A folder stands for all that is not hidden in it
@@ -133,12 +122,10 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
         paths |= {os.path.realpath(path): os.path.abspath(path) for path in found}  # no file twice
     files = {}
     for path in sorted(paths.values()):
-        if not os.path.realpath(path).startswith(os.path.realpath(args.out) + os.sep):  # no shards
-            with open(path, "rb") as file:  # its first and last 64 KB, as to read it all takes long
-                ends = file.read(2**16)
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - 2**16))
-                files[path] = [size, hashlib.sha256(ends + file.read()).hexdigest()]
+        if Path(args.out).resolve() not in Path(path).resolve().parents:  # no shards
+            with open(path, "rb") as file:
+                start = hashlib.sha256(file.read(2**16)).hexdigest()  # to read all would take long
+            files[path] = [os.path.getsize(path), start]
     return files
 
 
@@ -146,38 +133,36 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
     """Return the addresses of the training files of a dataset on the Hugging Face hub."""
     import datasets  # takes seconds, so only here
 
-    hub = datasets.config.HF_ENDPOINT
-    hint = f"{hub} (HF_ENDPOINT can name a mirror, HF_TOKEN an account). Or save .parquet files of "
-    hint += f"{hub}/datasets/{dataset}/tree/main in a folder, and use --files 'FOLDER/*.parquet'"
-    with naming(f"--dataset {dataset} cannot be read from {hint}"):
+    url = f"{datasets.config.HF_ENDPOINT}/datasets/{dataset}/tree/main"
+    with naming(
+        f"{url} cannot be read (HF_ENDPOINT: a mirror, HF_TOKEN: an account, --files: a copy)"
+    ):
         return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
 
 
-def read_file(address: str, text_key: str) -> Iterator[tuple]:
-    """Yield (bytes or rows in the batch, share of the file that has been read, batch)."""
-    name, packing = re.fullmatch(r"(.*?)(\.gz|\.xz|\.zst|)", address.lower(), re.DOTALL).groups()
-    ending = os.path.splitext(name)[1]
+def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
+    """Yield (share of the file that has been read, batch)."""
+    name, packing = os.path.splitext(address.lower())
+    ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
     with naming(address):
         if address == "pydocs":
-            yield 1, 1.0, partial(list, ["", *read_pydocs()])
+            yield 1.0, partial(list, ["", *read_pydocs()])
         elif ending == ".parquet":
             yield from read_parquet(address, text_key)
         else:
-            packed = file = open_file(address, "readahead")
-            end = max(1, file.seek(0, os.SEEK_END))
-            file.seek(0)
+            lines = file = open_file(address, "readahead")
             if packing == ".zst":
                 import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
-                packed = pyarrow.CompressedInputStream(file, "zstd")
-            lines = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(packed)
-            if ending in (".csv", ".tsv"):
-                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
-            elif ending in (".json", ".jsonl"):
+                lines = pyarrow.CompressedInputStream(file, "zstd")
+            lines = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(lines)
+            if ending in (".json", ".jsonl"):
                 batches = read_jsonl(lines, text_key)
+            elif ending in (".csv", ".tsv"):
+                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
             else:
                 batches = read_txt(lines)
-            yield from ((size, file.tell() / end, batch) for size, batch in batches)
+            yield from ((min(1.0, file.tell() / size), batch) for batch in batches)
 
 
 def open_file(address: str, cache: str) -> io.BufferedIOBase:
@@ -205,89 +190,69 @@ def read_parquet(address: str, text_key: str) -> Iterator[tuple]:
     file = open_parquet(address)
     names = file.schema_arrow.names
     require(text_key in names, f"found the columns {names}, expected {text_key}: see --text_key")
-    row = 0  # so many rows are before the batch
+    row = 0
     for group in range(file.num_row_groups):
-        info = file.metadata.row_group(group)
-        batch = partial(read_group, address, text_key, group, row)
-        if info.total_byte_size <= GROUP_SIZE:
-            row += info.num_rows
-            yield info.num_rows, row / file.metadata.num_rows, batch
+        if file.metadata.row_group(group).total_byte_size <= GROUP_SIZE:
+            row += file.metadata.row_group(group).num_rows
+            yield row / file.metadata.num_rows, partial(read_group, address, text_key, group)
         else:  # pandas writes a million rows as one group: too many for a worker's memory
-            texts = islice(batch(), 1, None)
-            while rows := list(islice(texts, ROWS)):
+            for rows in file.iter_batches(ROWS, [group], [text_key]):
                 row += len(rows)
-                yield len(rows), row / file.metadata.num_rows, partial(list, ["", *rows])
+                batch = partial(list, ["", *rows.column(text_key).to_pylist()])
+                yield row / file.metadata.num_rows, batch
 
 
-def read_group(address: str, text_key: str, group: int, row: int) -> Iterator[str | None]:
-    """Yield the texts of a row group, which the process that tokenizes them reads itself."""
-    yield ""
-    for rows in open_parquet(address).iter_batches(ROWS, [group], [text_key]):
-        for value in rows.column(text_key):
-            row += 1
-            with naming(f"row {row}: expected a text (--text_key names its column; {MEND})"):
-                text = value.as_py()
-                require(isinstance(text, str | None), f"found {type(text).__name__}")
-            yield text
+def read_group(address: str, text_key: str, group: int) -> list[str | None]:
+    """Return the texts of a row group, which the process that tokenizes them reads itself."""
+    table = open_parquet(address).read_row_group(group, [text_key])
+    return ["", *table.column(text_key).to_pylist()]
 
 
-def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[tuple]:
-    """Yield the batches of a .csv or .tsv file, whose first row names the columns."""
+def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[partial]:
+    """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
     from pyarrow import csv, string
 
     header = file.peek(1000).splitlines()[:1]
-    parse = csv.ParseOptions(newlines_in_values=True, delimiter=delimiter)
-    size = csv.ReadOptions(block_size=GROUP_SIZE)  # no row may be longer
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
     with naming(f"found the columns {header}, expected {text_key}: see --text_key"):
-        blocks = csv.open_csv(file, size, parse, convert)
-    for block in blocks:
-        for start in range(0, len(block), ROWS):
-            texts = block.column(0).slice(start, ROWS).to_pylist()
-            yield len(texts), partial(list, ["", *(text or None for text in texts)])  # "" is none
+        blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
+    for rows in blocks:
+        yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
 
 
-def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
+def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
     """Yield the batches of a .jsonl file, or of a .json file that has a record on each line too."""
     number = 1
     while lines := file.readlines(BATCH_SIZE):
-        yield sum(map(len, lines)), partial(parse_lines, lines, number, text_key)
+        yield partial(parse_lines, lines, number, text_key)
         number += len(lines)
 
 
 def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str | None]:
     """Return the texts of the lines that are not blank. `first` is the number of the first line."""
+    expected = f'expected lines like {{"{text_key}": "..."}} (--text_key; jq -c .[] splits arrays)'
     texts = [""]
     for number, line in enumerate(lines, first):
         if not line.isspace():
-            expected = f"expected a record with a text as {text_key} (--text_key) on each line"
-            advice = {b"[": LINES}.get(line.lstrip()[:1], MEND)  # it may be an array
-            with naming(f"line {number}: {expected}, found {line[:50]!r}; {advice}"):
+            with naming(f"line {number}: {expected}, found {line[:50]!r}; mend it to continue"):
                 text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-                if text is not None:
-                    text = re.sub("[\ud800-\udfff]", "\ufffd", text)
-            texts.append(text)
+                text = None if text is None else re.sub("[\ud800-\udfff]", "\ufffd", text)
+                texts.append(text)
     return texts
 
 
-def read_txt(file: io.BufferedIOBase) -> Iterator[tuple]:
-    """Yield the batches of a text file. If it has lines, it may be larger than the memory."""
+def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
+    """Yield the batches of a text file, which may be larger than the memory."""
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # -sig skips a byte order mark
     rest = "<|endoftext|>\n"  # the line that begins the first document
-    number = 1
-    while lines := file.readlines(BATCH_SIZE):
-        block = b"".join(lines)
-        try:
-            # -sig skips a byte order mark
-            *pieces, rest = cut(rest + block.decode({1: "utf-8-sig"}.get(number, "utf-8")))
-        except UnicodeDecodeError as error:
-            number += block.count(b"\n", 0, error.start)
-            advice = "convert it (iconv -f WINDOWS-1252 -t UTF-8), or name other --files"
-            raise UserError(f"line {number} is not text in UTF-8: {advice}") from error
-        yield len(block), partial(MARK.split, "".join(pieces))
-        number += len(lines)
-    rest = re.sub(r"\n<\|endoftext\|>\s*\Z", "\n", rest)  # at the end, none begins
-    yield 1, partial(MARK.split, rest)
+    with naming("it cannot be read as UTF-8 (to convert it: iconv -f WINDOWS-1252 -t UTF-8)"):
+        while block := text.read(BATCH_SIZE):
+            *pieces, rest = cut(rest + block)
+            yield from (partial(MARK.split, piece) for piece in pieces)
+    rest = re.sub(r"\n<\|endoftext\|>\s*\Z", "\n", rest)  # no document begins at the end
+    yield partial(MARK.split, rest)
 
 
 def read_pydocs() -> Iterator[str]:
@@ -331,10 +296,10 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 
 def cut(text: str) -> Iterator[str]:
     """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
-    # GPT-2's pattern always splits a text before a blank or a line end that a word follows, so the
-    # pieces have the tokens of the whole. `.+` matches all it can, which finds the last such place,
-    # but for those around the end of a line <|endoftext|>, which MARK must see whole
-    until_break = re.compile(r"(?s:.+)(?<!\|>)(?<!\|>[\r\n])(?<!\|>\r\n)(?=[ \n]\S)")
+    # GPT-2's pattern always splits a text between a visible character and a blank or line end, so
+    # the pieces have the tokens of the whole. `.*` matches all it can, which finds the last such
+    # place. No piece ends with >, so that the line <|endoftext|> and its end are in one piece
+    until_break = re.compile(r"(?s:.*[^\s>])(?=[ \n])")
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
@@ -347,15 +312,12 @@ def cut(text: str) -> Iterator[str]:
 
 def read_batches(files: dict[str, list], text_key: str, position: list) -> Iterator[tuple]:
     """Yield ((place, share of the bytes read), address, batch) from a position on."""
-    # A place is the number of a file, and how many bytes or rows of it have been read
-    sizes = [size + 1 for size, _ in files.values()]  # on the hub, all files count alike
+    sizes = [max(1, size) for size, _ in files.values()]
     for k, address in list(enumerate(files))[position[0] :]:
-        offset = 0
-        for size, share, batch in read_file(address, text_key):
-            offset += size
-            if [k, offset] >= position[:2]:
+        for number, (share, batch) in enumerate(read_file(address, sizes[k], text_key)):
+            if [k, number] >= position[:2]:
                 read = sum(sizes[:k]) + share * sizes[k]
-                yield ([k, offset], read / sum(sizes)), address, batch
+                yield ([k, number], read / sum(sizes)), address, batch
 
 
 def encode(tokenizer: str, address: str, batch: partial) -> tuple[np.ndarray, int]:
@@ -363,8 +325,9 @@ def encode(tokenizer: str, address: str, batch: partial) -> tuple[np.ndarray, in
     enc = get_tokenizer(tokenizer)
     pieces = []
     with naming(address):
-        texts = list(batch())
+        texts = batch()
         for text in (text for text in texts if text is not None):
+            require(isinstance(text, str), f"found {type(text)}, expected a text: see --text_key")
             pieces.append([enc.eot_token])
             # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
             pieces += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
@@ -391,8 +354,7 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
     busy = {}  # {pipe to a worker: [place, None] of its batch, also in `waiting`}, oldest first
     # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
     context = get_context("spawn")
-    # Ctrl-C is for the main process alone: workers inherit that it is ignored
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit that it is ignored
     for _ in range(workers):
         pipe, other = context.Pipe()
         context.Process(target=work, args=(other, tokenizer), daemon=True).start()
@@ -420,15 +382,12 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
-# The documents of all files, one after the other, are one long stream of tokens, which is cut into
-# chunks of --shard_size tokens. A chunk is filled in memory. While the next one is being filled, a
-# thread divides it into validation and training, writes a shard of each, and then meta.json, which
-# says how many chunks are finished, and where the next one begins: [file, offset of a batch in it,
-# token in this batch, hash of the tokens before that]. So the folder always holds some whole chunks
-# and the position behind them. After a kill, the same command reads on from there: the work on two
-# chunks at most is lost. Shards that were not yet in meta.json are written again, with the same
-# bytes, because these depend on the documents and the options alone. What was read must be as it
-# was, under whatever name. What was not read may change, so that a file can be mended.
+# The tokens of all files, one after the other, are cut into chunks of --shard_size. While one chunk
+# is filled in memory, a thread divides the last one into validation and training, writes a shard of
+# each, and then meta.json, which says how many chunks are finished, and where the next one begins:
+# [file, batch in it, token in the batch, hash of its tokens before that]. The same command reads on
+# from there, and writes shards that are not in meta.json yet again, with the same bytes. What was
+# read must be as it was, under whatever name. What was not may change: a file can be mended.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
@@ -445,8 +404,7 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
     start = position[2]  # tokens of the first batch that are in a chunk already
     changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
     batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
-    # None: a terminal shows a bar, a log file nothing
-    bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)
+    bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)  # on a terminal only
     with bar, ThreadPoolExecutor(1) as writer:
         saved = writer.submit(int)  # the chunk before: at first none, and int() returns
         for (place, share), (tokens, new_nulls) in batches:
@@ -455,7 +413,6 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
             nulls += new_nulls * (start == 0)
             while start < len(tokens) and total < budget:
                 filled = total % args.shard_size  # tokens in the chunk
-                # Up to the end of the batch, of the chunk, or of the budget
                 size = min(len(tokens) - start, args.shard_size - filled, budget - total)
                 chunk[filled : filled + size] = tokens[start : start + size]
                 start += size
@@ -523,27 +480,23 @@ def count_tokens(meta: dict, split: str = "") -> int:
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
     # List the shards first: meanwhile another part may write its meta.json and then its shards
-    shards = glob.glob(f"{glob.escape(args.out)}/*.npy")
-    metas = {}
-    for path in sorted(glob.glob(f"{glob.escape(args.out)}/meta[.-]*json")):  # one of each part
+    shards = list(Path(args.out).glob("*.npy"))
+    metas = {}  # one of each part. Without shards, nothing was made yet
+    for path in sorted(Path(args.out).glob("meta[.-]*json")) if shards else []:
         with naming(f"{path} is damaged: delete the folder to start over"):
-            meta = json.loads(Path(path).read_bytes())
-            if shards or meta.get("progress", {}).get("chunks") != 0:  # else nothing was made yet
-                metas[f"{args.out}/{Path(path).name}"] = meta
+            metas[f"{args.out}/{path.name}"] = json.loads(path.read_bytes())
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
     files = list_files(args, metas)
     for path, meta in metas.items():  # of the other parts too: training reads all as one dataset
         for key, new in options.items():
             old = meta.get("options", {}).get(key)
             require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
-        # All files that were read to their end must be there, in this order, under whatever names
-        is_fixed = meta["progress"]["done"] or args.dataset
-        stop = None if is_fixed else meta["progress"]["position"][0]
+        # Files that were read to their end must be there, in this order, under whatever names
+        position = meta["progress"]["position"] or [None]  # None: all were read
         part = slice(meta["part"] - 1, None, args.parts)
-        old, new = (list(these.items())[part][:stop] for these in (meta["files"], files))
-        for before, now in zip_longest(old, new, fillvalue=("nothing", None)):
-            changed = f"{now[0]} (was {before[0]}) is new, missing or has changed"
-            require(before[1] == now[1], f"{changed} since {path} was written: {ADVICE}")
+        before, now = (list(x.items())[part][: position[0]] for x in (meta["files"], files))
+        for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
+            require(old == new, f"{name} (was {was}) is new, missing or changed: {ADVICE}")
     require(args.parts <= len(files), f"--part: {args.parts} parts need {args.parts} files or more")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)
@@ -577,13 +530,8 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
-    val = count_tokens(meta, "val")
-    command += " --val_every 0" * (val == 0)  # --val_share or --val_tokens is 0
-    needed = {"bytes": 64, "gpt2": 256}[args.tokenizer] + 1  # in each split: a context and a token
-    least = min(train, val or train)
-    if least < needed:
-        return f"next: find {-(-needed // least)} times as much text, or more"
-    command += " --log_dir " + shlex.quote("log/" + os.path.basename(os.path.abspath(args.out)))
+    command += " --val_every 0" * (count_tokens(meta, "val") == 0)  # --val_share is 0
+    command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
     if args.tokenizer == "bytes":
         return f'next: {command} --quickstart --prompt "The "'
     command += " --optimizer muon"
@@ -641,8 +589,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command line. Without one, run that of the process, and say what to run next."""
-    # huggingface_hub waits and tries again by itself. Without this, each process reports each try
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each process reports each new try
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may hold what a console cannot print
     try:
@@ -660,7 +607,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
             print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")
-        if argv is None:
+        if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta))
     except (UserError, OSError) as error:
         print("fineweb.py:", *str(error).split(), file=sys.stderr)  # all its lines as one
