@@ -178,59 +178,61 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
         choose(gpu)
 
 
-def test_a_trained_model_is_reused_in_every_way(tmp_path, shards, capsys, monkeypatch):
-    """Fine-tuned, evaluated, sampled, exported, from a log_dir, a checkpoint, or a folder."""
-    monkeypatch.chdir(tmp_path)
-    assert main("--data_dir", shards, "--log_dir", "a", "--max_steps", 30, "--save_every", 20) == 0
-    loss = read_log("a")["val"][30]
-    assert main("--init_from", "a", "--log_dir", "a", "--export_hf", "folder") == 0
-    for source in ("a", "a/model_00030.pt", "folder"):
+def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
+    """Fine-tuned, evaluated, sampled, exported with its tokenizer, from a log_dir, a checkpoint, or a
+    folder. Shards of bytes need no other script."""
+    for name in ("fineweb", "hellaswag"):
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
+    shards.rename("data")
+    assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --sample_every 5") == 0
+    assert "sample 3: Hello, I'm" in capsys.readouterr().out
+    loss = read_log("a")["val"][10]
+    assert main("--init_from a --log_dir a --export_hf folder") == 0
+    assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
+    for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
-        assert main("--init_from", source, "--max_steps", 0, "--data_dir", shards) == 0
+        assert main("--max_steps 0 --data_dir data --init_from", source) == 0
         assert f"step     0/0 | val loss: {loss:.4f}\n" in capsys.readouterr().out, source
-        flags = ("--data_dir", shards, "--init_from", source, "--overwrite", "--max_steps", 2)
-        assert main("--log_dir", "b", *flags) == 0
+        flags = "--data_dir data --log_dir b --overwrite --max_steps 2 --init_from"
+        assert main(flags, source) == 0
         log = read_log("b")
         assert log["val"][0] == loss and list(log["train"]) == [0, 1], "a new run of that model"
         texts = []
         for seed in (1, 1, 2):
-            capsys.readouterr()
-            flags = ("--sample", "--num_samples", 2, "--prompt", "the ", "--seed", seed)
-            assert main("--init_from", source, *flags) == 0
-            texts.append(capsys.readouterr().out)
+            assert (
+                main("--sample --num_samples 2 --prompt 'the ' --seed", seed, "--init_from", source)
+                == 0
+            )
+            texts.append(capsys.readouterr().out.rpartition("sample 0")[2])
         assert texts[0] == texts[1] != texts[2] and "\nsample 1: the " in texts[0]
-    assert main("--init_from", "a/model_00020.pt", "--max_steps", 0) == 0, "on the data of its run"
+    assert main("--init_from a/model_00008.pt --max_steps 0") == 0, "on the data of its run"
     assert re.search(r"step     0/0 \| val loss: ", capsys.readouterr().out)
     assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
-    assert sorted(os.listdir("a")) == ["log.txt", "model_00020.pt", "model_00030.pt"]
-    assert main("--init_from", "a", "--log_dir", "a", "--export_hf", "a") == 0
-    assert train_gpt2.load_source("a")["step"] == 30, "the run, which may go on, not its export"
+    assert sorted(os.listdir("a")) == ["log.txt", "model_00008.pt", "model_00010.pt"]
+    assert main("--init_from a --log_dir a --export_hf a") == 0
+    assert train_gpt2.load_source("a")["step"] == 10, "the run, which may go on, not its export"
 
 
-def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, refused, monkeypatch):
-    """It reaches the model and the checkpoint; --resume keeps it and refuses another value. Older
-    checkpoints have the default."""
+def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):
+    """It reaches the model and the checkpoint, which is resumed with it alone, as with any flag of the
+    model. Older checkpoints have the default."""
 
     @dataclass
     class Config(GPTConfig):
         width: int = 4
         unused: int = 0  # no flag
 
-    four, six = ["--width", 4], ["--width", 6]
-    new, old = (["--data_dir", shards, "--log_dir", tmp_path / name] for name in ("new", "old"))
-    assert main(*old, "--max_steps", 1) == 0
+    assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
-    assert refused("was made with width 4, not 6", *old, "--max_steps", 2, "--resume", *six)
-    assert main(*old, "--max_steps", 2, "--resume") == 0
-    assert main(*new, "--max_steps", 1, *six) == 0
-    assert main(*new, "--max_steps", 2, "--resume") == 0
-    checkpoint = load(tmp_path / "new", 2)
+    assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
+    assert main("--max_steps 2 --resume") == 0
+    assert main("--log_dir new --max_steps 1 --width 6") == 0
+    assert main("--log_dir new --max_steps 2 --resume") == 0
+    checkpoint = load("new", 2)
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
-    assert refused("was made with width 6, not 4", *new, "--max_steps", 3, "--resume", *four)
-    evaluate = ["--init_from", tmp_path / "new", "--max_steps", 0]
-    assert refused("was made with width 6, not 4", *evaluate, *four)
+    assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
 
 
 @pytest.mark.slow
@@ -244,30 +246,19 @@ def test_importing_the_scripts_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_of_bytes_need_no_other_script(tmp_path, shards, monkeypatch, capsys):
-    """They are sampled from and exported with their tokenizer."""
-    for name in ("fineweb", "hellaswag"):
-        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
-    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
-    assert main(*flags, "--sample_every", 1) == 0
-    assert "sample 3: Hello, I'm" in capsys.readouterr().out
-    assert main("--init_from", tmp_path / "log", "--export_hf", tmp_path / "hf") == 0
-    assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir(tmp_path / "hf")}
-
-
 @pytest.mark.slow
 def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards):
     """Copied beside shards of bytes. A console that cannot print some characters, as on Windows, ends
     nothing."""
     shutil.copy(ROOT / "train_gpt2.py", tmp_path)
-    flags = "--device cpu --data_dir data --model tiny --seq_len 64 --val_tokens 128"
+    flags = "--device cpu --model tiny --seq_len 64 --val_tokens 128"
     flags += " --num_samples 1 --prompt Hello\u6f22 --total_batch_size 128 --max_new_tokens 4"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["PYTHONIOENCODING"] = "cp1252"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):
         command = [sys.executable, "-P", "train_gpt2.py", *flags.split(), *more.split()]
-        options = {"cwd": tmp_path, "env": environment, "capture_output": True}
-        result = subprocess.run(command, encoding="cp1252", **options)
+        options = {"env": environment, "encoding": "cp1252", "capture_output": True}
+        result = subprocess.run(command, **options)
         assert result.returncode == 0 and "sample 0: Hello?" in result.stdout, result.stderr
-    log = read_log(tmp_path / "log")
+    log = read_log()
     assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 2, 4]

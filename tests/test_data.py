@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, make_process
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -73,12 +73,9 @@ def test_an_epoch_shows_every_window_once(sizes, T, seed):
     windows = []
     for size, end in zip(sizes, np.cumsum(sizes), strict=True):
         windows += range(end - size, end - T, T)
+    assume(windows)
     with tempfile.TemporaryDirectory() as folder:
         make_shards(folder, sizes)
-        if not windows:
-            with pytest.raises(UserError, match=f"no train shard has {T + 1} tokens"):
-                make_loaders(folder, T)
-            return
         epochs = serve(folder, T, steps=3, sequences=len(windows), seed=seed)
         plain = serve(folder, T, steps=3, sequences=len(windows), shuffle=False)
     assert np.array_equal(np.sort(epochs), [windows] * 3)
@@ -143,18 +140,15 @@ def test_validation_sees_the_same_tokens_for_every_b(shards, B):
     assert len(set(seen)) == 3, "another number of windows has another loss"
 
 
-@pytest.mark.parametrize("names", [["meta.json"], [f"meta-00{i}-of-003.json" for i in (1, 2, 3)]])
-def test_meta_json_names_the_tokenizer_and_all_parts_must_be_there(names, tmp_path):
-    """Without it the shards hold GPT-2's tokens. Parts of a dataset have one each."""
+def test_meta_json_names_the_tokenizer_and_all_parts_must_be_there(tmp_path):
+    """Without it the shards hold GPT-2's tokens. Parts of a dataset have one each, all of them done."""
     known = {"tokenizer": "bytes", "vocab_size": 257}
     whole = json.dumps(known | {"eot": 256, "files": [], "options": {}, "progress": {"done": True}})
     assert read_meta(str(tmp_path)) == {}
-    for i, name in enumerate(names, 1):
-        (tmp_path / name).write_text(whole)
-        if i < len(names):
-            with pytest.raises(UserError, match="of 3 parts"):
-                read_meta(str(tmp_path))
+    texts = {1: whole, 2: whole, 3: whole.replace("true", "false")}
+    for i, message in {1: "of 3 parts", 2: "of 3 parts", 3: "003.json is not finished"}.items():
+        (tmp_path / f"meta-00{i}-of-003.json").write_text(texts[i])
+        with pytest.raises(UserError, match=message):
+            read_meta(str(tmp_path))
+    (tmp_path / "meta-003-of-003.json").write_text(whole)
     assert read_meta(str(tmp_path)) == known
-    (tmp_path / names[-1]).write_text(whole.replace("true", "false"))
-    with pytest.raises(UserError, match=rf"{names[-1]} is not finished: .*fineweb\.py"):
-        read_meta(str(tmp_path))

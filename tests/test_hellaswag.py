@@ -208,16 +208,8 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == one
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
-    for mistake in (
-        "-m 50256",
-        "-m 60000",
-        "-m bytes",
-        "-m llama",
-        "-n x",
-        "-n 0",
-        "-d tpu",
-        "--data nowhere",
-    ):
+    mistakes = "-m 50256, -m 60000, -m bytes, -m llama, -n x, -n 0, -d tpu, --data nowhere"
+    for mistake in map(str.split, mistakes.split(", ")):
         with pytest.raises(SystemExit, match="2"):
-            hellaswag.main([*flags, *mistake.split()])
-        assert mistake.split()[1] in capsys.readouterr().err.splitlines()[-1]
+            hellaswag.main([*flags, *mistake])
+        assert mistake[1] in capsys.readouterr().err.splitlines()[-1]

@@ -28,6 +28,11 @@ def saved(value) -> bytes:
     return file.getvalue()
 
 
+def snapshot() -> dict[Path, bytes]:
+    """Return all files and folders here, and what is in the files."""
+    return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
+
+
 def llm_c(*header: int, tokens=999) -> bytes:
     """Return one of llm.c's shards of zeros."""
     return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
@@ -44,6 +49,10 @@ MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"mo
 OLD = MODEL | {"config": MODEL["config"] | {"eot": 256}, "args": {"zero": 0}}  # of commit 3a46ed5
 ROTARY = MODEL | {"config": MODEL["config"] | {"rotary": 1}}
 MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
+RUN = MODEL | {"args": {"model": "test", "seq_len": 16, "total_batch_size": 256}}
+RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
+OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
+FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
 BIN = "is no .bin shard of version 1, or was cut short"
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
@@ -78,10 +87,17 @@ REFUSED = {
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "a fork's field": ("--init_from x.pt", {"x.pt": saved(ROTARY)}, "x.pt was made with ['rotary']"),
     "an old checkpoint": ("--resume", {"log/model_00002.pt": saved(OLD)}, "00002.pt was made with ['eot']"),
+    "a fork's flag": ("--resume", {"log/model_00002.pt": saved(FORK)}, "log was made with ['smoothing'], which this script does"),
+    "another seed": ("--resume --seed 7", {"log/model_00002.pt": saved(RUN)}, "log was made with seed 1337, not 7"),
+    "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "log is at step 2, beyond --max_steps 1"),
+    "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
+    "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
+    "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Attack()})}, "x.pt cannot be loaded"),
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "hf cannot be loaded"),
     "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "hf cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "meta.json/model_00000.pt cannot be written: "),
+    "an export onto a file": (f"--init_from x.pt --export_hf {META}", {"x.pt": saved(MODEL)}, "--export_hf: expected a folder, found a file"),
     "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "meta.json/x cannot be written: "),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
     "no data": ("--data_dir nowhere", {}, "nowhere holds no train shards: use fineweb.py"),
@@ -109,6 +125,7 @@ NANOGPT = {"nano/train.bin": bytes(2000), "nano/val.bin": bytes(2000)}  # tokens
 HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.unfinished": b""}
 # The same, but with what the run prints
 TAKEN = {
+    "a fork's run, evaluated": ("--init_from x.pt --max_steps 0", {"x.pt": saved(FORK)}, "0/0 | val loss: "),
     "hidden files": ("", HIDDEN, "done: "),
     "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
@@ -137,12 +154,12 @@ def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, re
         Path(name).unlink(missing_ok=True)
         if content is not None:
             Path(name).write_bytes(content)
-    before = sorted(Path().rglob("*"))
+    before = snapshot()
     flags = ["--data_dir", "data", "--max_steps", "2", *shlex.split(words)]
     if case in TAKEN:
         assert main(*flags) == 0 and text in capsys.readouterr().out
     else:
-        assert refused(text, *flags) and sorted(Path().rglob("*")) == before
+        assert refused(text, *flags) and snapshot() == before
 
 
 def test_openais_models_have_two_names(monkeypatch):
