@@ -53,8 +53,7 @@ def tiny_model(monkeypatch):
 
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
-    """Return a folder of byte-level shards: English-like text in 3 train shards and 1 val shard. It is
-    the default of --data_dir, as tmp_path is now the working folder."""
+    """Return a folder of English-like shards of bytes, 3 train and 1 val: --data_dir's default."""
     monkeypatch.chdir(tmp_path)
     return write_shards(tmp_path / train_gpt2.DEFAULTS["data_dir"])
 
@@ -93,8 +92,7 @@ def break_losses(monkeypatch):
 
 
 def hook(code: str) -> str:
-    """Return a patch for `run`: it executes the code after each call of the model. `calls` tells of
-    all calls so far whether they were in training, and what the code makes of `losses` counts."""
+    """Return a patch for `run`: code after each call of the model, which sees `calls` and `losses`."""
     return f"""
 forward, calls = train_gpt2.GPT.forward, []
 def act(self, *args):
@@ -113,9 +111,8 @@ def words(*flags) -> list[str]:
 
 
 def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
-    """Make a tiny run in processes of its own, and return status, stdout and stderr. If one fails,
-    the others are ended, as torchrun does it. `patch` is Python code that each runs before it starts:
-    it sees train_gpt2, torch, os, signal, `flags` and `rank`, and can break anything."""
+    """Make a tiny run in processes of its own, which end if one fails, as torchrun's, and return
+    status, stdout and stderr. `patch` is code that each runs first. It sees `flags` and `rank`."""
     flags = words(*flags)
     store, group = host(), {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -54,8 +54,7 @@ def unusual(row: tuple, n: int):
     ("--init_from=old --max_steps=9", "MODEL"),
 ])  # fmt: skip
 def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_path, monkeypatch):
-    """Every flag has an unusual value there, and another one on the command line, which counts too, or
-    is refused: the model's by all, what the run is by --resume. A fine-tuning has its size's rate."""
+    """If so, another one on the command line counts more, or is refused."""
     monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
     saved = {f: unusual(row, 1) for flags in FLAGS.values() for f, row in flags.items()}
     source = {"args": saved, "step": 3, "dtype": "float32"}
@@ -86,8 +85,7 @@ def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_
     ("cuda:1", (6, 1), "float32", "highest", 250), ("cpu", None, "float32", "highest", 0),
 ])  # fmt: skip
 def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision, hella):
-    """A GPU is that of LOCAL_RANK, as RANK counts over all machines. In float32, no product is
-    rounded to TF32. HellaSwag is left out on a CPU unless it is asked for."""
+    """A GPU is that of LOCAL_RANK. float32 is not rounded to TF32. A CPU scores no HellaSwag."""
     best = torch.device("cuda") if capability else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: best)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: best is not None)
@@ -132,8 +130,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
     (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
 ])  # fmt: skip
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
-    """So do the tokens between two evaluations and the length of a run: 4 minutes have one, at the
-    end. What is given counts, and the rest follows from it."""
+    """So do the tokens between evaluations. What is given counts, and the rest follows."""
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
     assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
@@ -142,9 +139,8 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
-    """8192 tokens fit on a CPU. On a GPU of 80 GiB, 12 blocks of 768 channels take for a token
-    12 * 40 * 768 bytes, and the logits 2 * 50257 or, without the kernel, 16 * 50257; the weights and
-    the rest 20 a parameter. From the number that fits on, there are two micro-steps."""
+    """8192 tokens fit on a CPU. On a GPU, a token takes 12 * 40 * 768 bytes in d12, and in the logits
+    2 * 50257 or, without the kernel, 16 * 50257; weights and the rest take 20 a parameter."""
 
     def choose(run, **given):
         return train_gpt2.choose_batch_size(GPTConfig(), defaults(**given), run)
@@ -179,8 +175,7 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
 
 
 def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
-    """Fine-tuned, evaluated, sampled, exported with its tokenizer, from a log_dir, a checkpoint, or a
-    folder. Shards of bytes need no other script."""
+    """From a log_dir, a checkpoint, or a folder. Shards of bytes need no other script."""
     for name in ("fineweb", "hellaswag"):
         monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
     shards.rename("data")
@@ -214,8 +209,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
 
 
 def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):
-    """It reaches the model and the checkpoint, which is resumed with it alone, as with any flag of the
-    model. Older checkpoints have the default."""
+    """It reaches model and checkpoint, and is resumed. Older checkpoints have the default."""
 
     @dataclass
     class Config(GPTConfig):
@@ -248,8 +242,7 @@ def test_importing_the_scripts_does_nothing(tmp_path):
 
 @pytest.mark.slow
 def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards):
-    """Copied beside shards of bytes. A console that cannot print some characters, as on Windows, ends
-    nothing."""
+    """Copied beside shards, also where a console cannot print all characters, as on Windows."""
     shutil.copy(ROOT / "train_gpt2.py", tmp_path)
     flags = "--device cpu --model tiny --seq_len 64 --val_tokens 128"
     flags += " --num_samples 1 --prompt Hello\u6f22 --total_batch_size 128 --max_new_tokens 4"

@@ -13,13 +13,10 @@ from conftest import contents, hook, leaves, load, main, read_log, run, steps
 import train_gpt2
 
 KILLS = int(os.environ.get("GPT2_TEST_KILLS", "8"))
-NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-slow = pytest.mark.slow
 
 
 def assert_same_run(a, b) -> None:
-    """Two folders hold the same records in the same order, but for times, and the same checkpoints,
-    bit for bit, but for the flags, of which one is --log_dir."""
+    """Two folders hold the same records, but for times, and checkpoints, but for flags."""
     logs = [Path(log_dir, "log.txt").read_text().splitlines() for log_dir in (a, b)]
     logs = [[line for line in lines if " dt " not in line] for lines in logs]
     assert logs[0] == logs[1]
@@ -30,8 +27,7 @@ def assert_same_run(a, b) -> None:
 
 
 def break_off(log_dir, copy, step: int):
-    """Return a copy of log_dir as a crash some time after the checkpoint of `step` leaves it:
-    log.txt goes further, and ends in half a line. A user has added blank lines and a note."""
+    """Return a copy as a crash leaves it: log.txt goes further than `step`, and has a user's note."""
     shutil.copytree(log_dir, copy)
     for later in steps(copy):
         if later > step:
@@ -42,13 +38,11 @@ def break_off(log_dir, copy, step: int):
 
 
 @pytest.mark.parametrize("recipe", [
-    pytest.param("--optimizer adamw", marks=slow), pytest.param("--dtype float16", marks=slow),
+    pytest.param("--optimizer adamw", marks=pytest.mark.slow), pytest.param("--dtype float16", marks=pytest.mark.slow),
     "--optimizer muon",  # Muon's and AdamW's state
 ])  # fmt: skip
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, recipe):
-    """From before the end of an epoch, in update 8, and from after it, and in a fork: dropout depends on
-    seed and step, log.txt keeps what a fork puts into it, and the groups of parameters may be other
-    ones, as the checkpoint has the optimizer's state by parameter."""
+    """Before and after an epoch ends, in a fork with dropout, a stream and states of its own."""
     forward, configure = train_gpt2.MLP.forward, train_gpt2.GPT.configure_optimizers
 
     def dropped(self, x):
@@ -121,9 +115,6 @@ def test_a_checkpoint_says_what_it_is(shards):
     assert saved["script"] == Path(train_gpt2.__file__).read_text()
 
 
-# ---- killed
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_is_known_before_its_first_step(shards, optimizer):
     """Killed there, it is continued with all of its flags, though the command names none of them."""
@@ -154,7 +145,7 @@ sys.settrace(trace)
 """
 
 
-@slow
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_the_run_ends_as_the_unbroken_one(shards, processes):
     """Launched with --resume after each kill. A seed makes the moments the same everywhere."""
@@ -183,8 +174,7 @@ torch.save = save_half
 
 
 def test_a_file_counts_once_it_has_its_name(shards, monkeypatch):
-    """A run that is killed while it saves continues the checkpoint before. Bytes reach the disk
-    before their name, or a crash of the machine could leave the name without the bytes."""
+    """A half file has none, and continues nothing. Bytes reach the disk before their name."""
     flags = "--max_steps 6 --save_every 2 --batch_size 8 --log_dir"
     calls, known = [], {"fsync": os.fsync, "replace": os.replace}
     for name, call in known.items():
@@ -220,8 +210,7 @@ def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
 
 
 def test_a_longer_run_has_every_record_once(shards):
-    """It keeps the validation at the end of the shorter one, which is off --val_every. What is due
-    again where a run is resumed is recorded again, and no twice."""
+    """Also the shorter run's last validation, off --val_every. What is due again is no twice."""
     flags = "--val_every 2 --save_every 2 --keep 0 --resume --log_dir"
     assert main(flags, "a", "--max_steps 5") == 0
     broken = break_off("a", "b", 4)
@@ -236,16 +225,12 @@ def test_a_longer_run_has_every_record_once(shards):
 @pytest.mark.parametrize("old, new, is_other", [
     ('approximate="tanh"', 'approximate="none"', True), ("# mixes the heads", "# another word", False),
 ])  # fmt: skip
-def test_a_script_with_another_model_says_so(shards, old, new, is_other):
+def test_a_script_with_another_model_says_so(shards, monkeypatch, capsys, old, new, is_other):
     """With the same parameters, another layer may compute something else; another comment does not."""
-    patch = f"train_gpt2.SCRIPT = train_gpt2.SCRIPT.replace({old!r}, {new!r})"
-    assert run("--max_steps 2", patch=patch)[0] == 0
-    assert new in load("log", 2)["script"]
-    status, out, _ = run("--max_steps 4 --resume")
-    assert status == 0 and out.count("of a script with another model section") == is_other
-
-
-# ---- asked to stop
+    assert main("--max_steps 2") == 0
+    monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT.replace(old, new))
+    assert main("--max_steps 4 --resume") == 0
+    assert ("of a script with another model section" in capsys.readouterr().out) == is_other
 
 
 def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
@@ -259,8 +244,7 @@ def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
     ("SIGTERM", 2, True, 5), ("SIGHUP", 2, True, 5), ("SIGINT", 1, False, 8),  # 5 batches each
 ])  # fmt: skip
 def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, call):
-    """Also with --save_every 0. The step is finished, or the evaluation and the step after it. Only
-    the last process gets it."""
+    """Also with --save_every 0, after a step, and where the last process alone gets it."""
     flags = "--max_steps 8 --save_every 8 --keep 0 --val_every 4 --batch_size 8 --log_dir"
     patch = signal_in(call, name, training=training, rank=processes - 1)
     if processes == 1:  # nobody reads the output: the same Ctrl-C has ended `| tee`
@@ -279,11 +263,11 @@ def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, 
 
 
 @pytest.mark.parametrize("patch", [
-    signal_in(4, "SIGTERM"), NOHUP + signal_in(2, "SIGHUP"), "del signal.SIGHUP",
+    signal_in(4, "SIGTERM"), "del signal.SIGHUP",
+    "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + signal_in(2, "SIGHUP"),
 ])  # fmt: skip
 def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patch):
-    """The run is complete: its last update is evaluated, sampled, saved, and the status is 0. So is
-    one on Windows, which has no SIGHUP."""
+    """The run is complete, with status 0. So is one on Windows, which has no SIGHUP."""
     status, out, _ = run("--max_steps 4 --sample_every 4", patch=patch)
     assert status == 0 and "sample 0: " in out and "done: " in out
     assert steps() == [4] and list(read_log()["val"]) == [0, 4]
@@ -293,9 +277,6 @@ def test_a_second_ctrl_c_ends_the_run_at_once(shards):
     """Nothing is saved then."""
     status, _, err = run("--max_steps 8", patch=signal_in(5, "SIGINT", times=2))
     assert status == -signal.SIGINT and "saving after the next step" in err and not steps()
-
-
-# ---- what --resume finds
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(shards, capsys):

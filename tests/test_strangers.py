@@ -54,6 +54,9 @@ RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
+PART = b'{"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "progress": {"done": true}}'
+PARTS = {META: None} | {f"data/meta-00{i}-of-003.json": PART for i in (1, 2, 3)}
+HALF = PARTS | {"data/meta-003-of-003.json": PART.replace(b"true", b"false")}
 BIN = "is no .bin shard of version 1, or was cut short"
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
@@ -116,6 +119,8 @@ REFUSED = {
     "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
+    "an unfinished part": ("", HALF, "meta-003-of-003.json is not finished: run its fineweb.py"),
+    "a part is missing": ("", PARTS | {"data/meta-002-of-003.json": None}, "data has 2 of 3 parts"),
     "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
     "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: JSONDecodeError"),
     "two data sets in a folder": ("", {"data/meta-001-of-002.json": b"{}"}, "data has 2 of 1 parts"),
@@ -127,6 +132,7 @@ HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.u
 TAKEN = {
     "a fork's run, evaluated": ("--init_from x.pt --max_steps 0", {"x.pt": saved(FORK)}, "0/0 | val loss: "),
     "hidden files": ("", HIDDEN, "done: "),
+    "data in three parts": ("", PARTS, "done: "),
     "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --device cpu"),

@@ -44,9 +44,8 @@ def test_ten_golden_losses(shards):
 @pytest.mark.slow
 @needs_data
 def test_the_quickstart_learns_as_well_as_it_did(tmp_path):
-    """200 steps on a play. 20 seeds ended at 2.229 nats a byte, with a deviation of 0.007; without
-    shuffling at 2.36, with half of the rate at 2.34, at a constant rate from 2.247 on. (Without
-    warmup or smaller projections these 4 layers end lower, at 2.17 and 2.20.)"""
+    """20 seeds ended at 2.229 nats a byte after 200 steps on a play, with a deviation of 0.007; without
+    shuffling at 2.36, with half of the rate at 2.34, at a constant rate from 2.247 on."""
     play = ["--files", str(DATA / "tinyshakespeare.txt"), "--tokenizer", "bytes"]
     fineweb.main([*play, "--out", str(tmp_path / "play")])
     flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --device cpu"
@@ -56,8 +55,7 @@ def test_the_quickstart_learns_as_well_as_it_did(tmp_path):
 
 
 def test_evaluations_and_samples_change_nothing_of_the_training(shards, monkeypatch):
-    """Every loss, norm and weight has the same bits with and without them. HellaSwag is cropped to
-    seq_len, because positions beyond it were never trained."""
+    """Every loss, norm and weight has the same bits. HellaSwag is cropped to seq_len."""
     lengths, modes, forward = iter(range(3, 8)), set(), GPT.forward
 
     def spy(self, *args):
@@ -84,8 +82,7 @@ def test_evaluations_and_samples_change_nothing_of_the_training(shards, monkeypa
 
 @pytest.mark.slow
 def test_compilation_changes_nothing_of_the_training(shards, monkeypatch):
-    """Validation takes the same graph, with gradients, but keeps no activations, and in an evaluation
-    alone no gradients. Checkpoints have the same names. This backend runs graphs as PyTorch would."""
+    """Validation takes the same graph, but keeps no activations, and, alone, computes no gradients."""
     backend = CompileCounterWithBackend("aot_eager")
     compile = functools.partialmethod(torch.nn.Module.compile, backend=backend)
     monkeypatch.setattr(torch.nn.Module, "compile", compile)
@@ -112,20 +109,18 @@ def test_compilation_changes_nothing_of_the_training(shards, monkeypatch):
     assert kept and not any(is_on for _, is_on in kept)
 
 
-def test_each_window_is_read_once(shards, monkeypatch):
-    """Three steps of 16 windows and two validations of 40, after one batch of each to try them. The
-    last batch of a validation repeats its last window."""
+@pytest.mark.parametrize("own, n, epochs", [("", 48, 1), ("--overfit_one_batch", 16, 3)])
+def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
+    """After a batch of each to try them. A validation's last batch repeats its last window."""
     read, get = {True: [], False: []}, train_gpt2.DataLoaderLite.get_window
     spy = lambda self, n: (read[self.seed is None].append(n), get(self, n))[1]  # noqa: E731
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "get_window", spy)
-    train("--max_steps 3 --val_every 3 --batch_size 4")
-    assert read == {False: [0] * 4 + [*range(48)], True: [0] * 4 + [*range(40)] * 2}
+    train(f"--max_steps 3 --val_every 3 --batch_size 4 {own}")
+    assert read == {False: [0] * 4 + [*range(n)] * epochs, True: [0] * 4 + [*range(40)] * 2}
 
 
 def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_losses):
-    """It also shows the first and the last one, and those whose update is skipped, in llm.c's form.
-    log.txt has all of them, in build-nanogpt's form, with two more lines at step 0. A step takes
-    0.25 s here. A validation takes 9 s, which dt does not count."""
+    """And the first, last and skipped ones. log.txt has all. A validation of 9 s is not in dt."""
     break_losses(lambda n, losses: losses * math.nan if n == 6 else losses)
     # It is read twice a step: a step begins when the one before it ends
     clock = itertools.chain([100.0], (100 + n / 4 for n in itertools.count(1) for _ in range(2)))
@@ -164,8 +159,7 @@ def test_the_last_update_is_evaluated_sampled_and_saved(shards, capsys):
 
 @pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
 def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
-    """What a model writes behind <|endoftext|> is another text. That is one token in a prompt too,
-    and an empty prompt is this token alone."""
+    """<|endoftext|> is one token in a prompt too, and an empty prompt is this token alone."""
     written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
@@ -174,14 +168,8 @@ def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
     assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
 
 
-def test_overfit_one_batch_sees_one_batch(shards):
-    """Its loss falls to nearly nothing."""
-    assert train("--max_steps 80 --overfit_one_batch")["train"][79] < 0.5
-
-
 def test_dtypes_round_and_no_more(shards, monkeypatch):
-    """bfloat16 and float16 give losses near those of float32, and not the same. Only with bfloat16,
-    which has float32's range, the residual stream has 16 bits too."""
+    """Losses are near float32's. Only bfloat16, with its range, has a residual stream of 16 bits."""
     losses, streams, forward = {}, [], train_gpt2.Block.forward
     spy = lambda self, x: (streams.append(x.dtype), forward(self, x))[1]  # noqa: E731
     monkeypatch.setattr(train_gpt2.Block, "forward", spy)
@@ -203,8 +191,7 @@ def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[
 
 @pytest.mark.parametrize("name", train_gpt2.SCHEDULES)
 def test_a_schedule_warms_up_and_decays(name):
-    """From a hundredth of max_lr, which is not 0, never above it, to final_lr_frac of it, with known
-    rates between; also without any warmup. wsd decays in the last fifth of 900 steps after it."""
+    """From a hundredth of max_lr to final_lr_frac of it. wsd decays in the last fifth."""
     rates = schedule(name)
     assert [rates[step] for step in (0, 98, 99, 100)] == pytest.approx([6e-6, 5.94e-4, 6e-4, 6e-4])
     peaks = max(rates), schedule(name, warmup_steps=0)[0], schedule(name, 5, warmup_steps=5)[4]
@@ -219,9 +206,8 @@ def test_a_schedule_warms_up_and_decays(name):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_one_optimizer(optimizer):
-    """Matrices and embeddings decay, and nothing else does. Muon gets the matrices of blocks, and
-    then projections have 1 / n_layer of the rate. What a fork adds is judged by what it does: a block
-    outside of h, a head, a gate, a 2-D bias, a layer of 3 C rows."""
+    """Matrices and embeddings alone decay. Muon gets the matrices of blocks, projections at a lower
+    rate. A fork may add a block outside of h, a head, a gate, a 2-D bias, a layer of 3 C rows."""
     model = GPT(SMALL)
     model.extra = train_gpt2.Block(SMALL)
     model.extra.mlp.c_fc = torch.nn.Linear(32, 96)
@@ -261,8 +247,7 @@ def newton_schulz(matrix):
 
 
 def test_updates_of_muon_are_their_formula():
-    """Nesterov's momentum, decoupled decay, a scale of 0.2 sqrt(longer side), and a group's share.
-    A parameter with `rows` is divided into matrices, and no other, whatever its shape."""
+    """Momentum, decay, scale, a group's share, and split_sizes: several matrices in one."""
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -333,8 +318,7 @@ def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new
     ("log_sum - x_target)", "2 * (log_sum - x_target))"), ("return dx, dw", "return 2 * dx, 2 * dw"),
 ])  # fmt: skip
 def test_an_edited_loss_counts_in_the_second_start(tmp_path, shards, old, new):
-    """Twice the loss in the kernel, or twice the gradient in the backward pass. The first start of
-    the unchanged script has filled the cache of compiled graphs, from which its second start takes."""
+    """The first start of the unchanged script fills the cache, from which its second start takes."""
     script, logs = train_gpt2.SCRIPT, []
     flags = f"--quickstart --device cuda --data_dir {shards} --max_steps 1 --val_every 0"
     flags += " --sample_every 0 --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir log"
