@@ -4,6 +4,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -51,9 +52,10 @@ def tiny_model(monkeypatch):
 
 
 @pytest.fixture
-def shards(tmp_path):
-    """Return a folder of byte-level shards: English-like text in 3 train shards and 1 val shard."""
-    return write_shards(tmp_path / "data")
+def shards(tmp_path, monkeypatch):
+    """Return a folder of English-like shards of bytes, 3 train and 1 val: --data_dir's default."""
+    monkeypatch.chdir(tmp_path)
+    return write_shards(tmp_path / train_gpt2.DEFAULTS["data_dir"])
 
 
 def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
@@ -90,8 +92,7 @@ def break_losses(monkeypatch):
 
 
 def hook(code: str) -> str:
-    """Return a patch for `run`: it executes the code after each call of the model. `calls` tells of
-    all calls so far whether they were in training, and what the code makes of `losses` counts."""
+    """Return a patch for `run`: code after each call of the model, which sees `calls` and `losses`."""
     return f"""
 forward, calls = train_gpt2.GPT.forward, []
 def act(self, *args):
@@ -103,11 +104,16 @@ train_gpt2.GPT.forward = act
 """
 
 
+def words(*flags) -> list[str]:
+    """Return the words of a tiny run's command. A flag may stand with its value in one string."""
+    split = [shlex.split(flag) if str(flag).startswith("--") else [str(flag)] for flag in flags]
+    return [*FLAGS, *itertools.chain(*split)]
+
+
 def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
-    """Make a tiny run in processes of its own, and return status, stdout and stderr. If one fails,
-    the others are ended, as torchrun does it. `patch` is Python code that each runs before it starts:
-    it sees train_gpt2, torch, os, signal, `flags` and `rank`, and can break anything."""
-    flags = [str(flag) for flag in [*FLAGS, *flags]]
+    """Make a tiny run in processes of its own, which end if one fails, as torchrun's, and return
+    status, stdout and stderr. `patch` is code that each runs first. It sees `flags` and `rank`."""
+    flags = words(*flags)
     store, group = host(), {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     group |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     group["LOCAL_WORLD_SIZE"] = str(processes)
@@ -137,7 +143,7 @@ def run(*flags, processes=1, patch="", seconds=60) -> tuple[int, str, str]:
 def main(*flags) -> int:
     """Make a tiny run in this process, and return its status."""
     with pytest.raises(SystemExit) as exit_info:
-        train_gpt2.main([str(flag) for flag in [*FLAGS, *flags]])
+        train_gpt2.main(words(*flags))
     return exit_info.value.code or 0
 
 
@@ -155,7 +161,7 @@ def refused(capsys):
     return is_refused
 
 
-def read_log(log_dir) -> dict[str, dict[int, float]]:
+def read_log(log_dir="log") -> dict[str, dict[int, float]]:
     """Return log.txt as {stream: {step: value}}, times left out: they differ between runs."""
     streams: dict[str, dict[int, float]] = {}
     for line in Path(log_dir, "log.txt").read_text().splitlines():
@@ -165,7 +171,7 @@ def read_log(log_dir) -> dict[str, dict[int, float]]:
     return streams
 
 
-def steps(log_dir) -> list[int]:
+def steps(log_dir="log") -> list[int]:
     """Return the steps of the checkpoints in log_dir, but for the first, before any update."""
     found = [int(path.stem[6:]) for path in train_gpt2.list_checkpoints(log_dir)]
     return [step for step in found if step > 0]

@@ -54,8 +54,7 @@ def unusual(row: tuple, n: int):
     ("--init_from=old --max_steps=9", "MODEL"),
 ])  # fmt: skip
 def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_path, monkeypatch):
-    """Every flag has an unusual value there, and another one on the command line, which counts too, or
-    is refused: the model's by all, what the run is by --resume. A fine-tuning has its size's rate."""
+    """If so, another one on the command line counts more, or is refused."""
     monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
     saved = {f: unusual(row, 1) for flags in FLAGS.values() for f, row in flags.items()}
     source = {"args": saved, "step": 3, "dtype": "float32"}
@@ -86,8 +85,7 @@ def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_
     ("cuda:1", (6, 1), "float32", "highest", 250), ("cpu", None, "float32", "highest", 0),
 ])  # fmt: skip
 def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision, hella):
-    """A GPU is that of LOCAL_RANK, as RANK counts over all machines. In float32, no product is
-    rounded to TF32. HellaSwag is left out on a CPU unless it is asked for."""
+    """A GPU is that of LOCAL_RANK. float32 is not rounded to TF32. A CPU scores no HellaSwag."""
     best = torch.device("cuda") if capability else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: best)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: best is not None)
@@ -132,8 +130,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
     (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
 ])  # fmt: skip
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
-    """So do the tokens between two evaluations and the length of a run: 4 minutes have one, at the
-    end. What is given counts, and the rest follows from it."""
+    """So do the tokens between evaluations. What is given counts, and the rest follows."""
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
     assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
@@ -142,9 +139,8 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
-    """8192 tokens fit on a CPU. On a GPU of 80 GiB, 12 blocks of 768 channels take for a token
-    12 * 40 * 768 bytes, and the logits 2 * 50257 or, without the kernel, 16 * 50257; the weights and
-    the rest 20 a parameter. From the number that fits on, there are two micro-steps."""
+    """8192 tokens fit on a CPU. On a GPU, a token takes 12 * 40 * 768 bytes in d12, and in the logits
+    2 * 50257 or, without the kernel, 16 * 50257; weights and the rest take 20 a parameter."""
 
     def choose(run, **given):
         return train_gpt2.choose_batch_size(GPTConfig(), defaults(**given), run)
@@ -178,59 +174,59 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
         choose(gpu)
 
 
-def test_a_trained_model_is_reused_in_every_way(tmp_path, shards, capsys, monkeypatch):
-    """Fine-tuned, evaluated, sampled, exported, from a log_dir, a checkpoint, or a folder."""
-    monkeypatch.chdir(tmp_path)
-    assert main("--data_dir", shards, "--log_dir", "a", "--max_steps", 30, "--save_every", 20) == 0
-    loss = read_log("a")["val"][30]
-    assert main("--init_from", "a", "--log_dir", "a", "--export_hf", "folder") == 0
-    for source in ("a", "a/model_00030.pt", "folder"):
+def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
+    """From a log_dir, a checkpoint, or a folder. Shards of bytes need no other script."""
+    for name in ("fineweb", "hellaswag"):
+        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
+    shards.rename("data")
+    assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --sample_every 5") == 0
+    assert "sample 3: Hello, I'm" in capsys.readouterr().out
+    loss = read_log("a")["val"][10]
+    assert main("--init_from a --log_dir a --export_hf folder") == 0
+    assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
+    for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
-        assert main("--init_from", source, "--max_steps", 0, "--data_dir", shards) == 0
+        assert main("--max_steps 0 --data_dir data --init_from", source) == 0
         assert f"step     0/0 | val loss: {loss:.4f}\n" in capsys.readouterr().out, source
-        flags = ("--data_dir", shards, "--init_from", source, "--overwrite", "--max_steps", 2)
-        assert main("--log_dir", "b", *flags) == 0
+        flags = "--data_dir data --log_dir b --overwrite --max_steps 2 --init_from"
+        assert main(flags, source) == 0
         log = read_log("b")
         assert log["val"][0] == loss and list(log["train"]) == [0, 1], "a new run of that model"
         texts = []
         for seed in (1, 1, 2):
-            capsys.readouterr()
-            flags = ("--sample", "--num_samples", 2, "--prompt", "the ", "--seed", seed)
-            assert main("--init_from", source, *flags) == 0
-            texts.append(capsys.readouterr().out)
+            assert (
+                main("--sample --num_samples 2 --prompt 'the ' --seed", seed, "--init_from", source)
+                == 0
+            )
+            texts.append(capsys.readouterr().out.rpartition("sample 0")[2])
         assert texts[0] == texts[1] != texts[2] and "\nsample 1: the " in texts[0]
-    assert main("--init_from", "a/model_00020.pt", "--max_steps", 0) == 0, "on the data of its run"
+    assert main("--init_from a/model_00008.pt --max_steps 0") == 0, "on the data of its run"
     assert re.search(r"step     0/0 \| val loss: ", capsys.readouterr().out)
     assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
-    assert sorted(os.listdir("a")) == ["log.txt", "model_00020.pt", "model_00030.pt"]
-    assert main("--init_from", "a", "--log_dir", "a", "--export_hf", "a") == 0
-    assert train_gpt2.load_source("a")["step"] == 30, "the run, which may go on, not its export"
+    assert sorted(os.listdir("a")) == ["log.txt", "model_00008.pt", "model_00010.pt"]
+    assert main("--init_from a --log_dir a --export_hf a") == 0
+    assert train_gpt2.load_source("a")["step"] == 10, "the run, which may go on, not its export"
 
 
-def test_a_field_of_gptconfig_and_its_flag_are_a_setting(tmp_path, shards, refused, monkeypatch):
-    """It reaches the model and the checkpoint; --resume keeps it and refuses another value. Older
-    checkpoints have the default."""
+def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):
+    """It reaches model and checkpoint, and is resumed. Older checkpoints have the default."""
 
     @dataclass
     class Config(GPTConfig):
         width: int = 4
         unused: int = 0  # no flag
 
-    four, six = ["--width", 4], ["--width", 6]
-    new, old = (["--data_dir", shards, "--log_dir", tmp_path / name] for name in ("new", "old"))
-    assert main(*old, "--max_steps", 1) == 0
+    assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
-    assert refused("was made with width 4, not 6", *old, "--max_steps", 2, "--resume", *six)
-    assert main(*old, "--max_steps", 2, "--resume") == 0
-    assert main(*new, "--max_steps", 1, *six) == 0
-    assert main(*new, "--max_steps", 2, "--resume") == 0
-    checkpoint = load(tmp_path / "new", 2)
+    assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
+    assert main("--max_steps 2 --resume") == 0
+    assert main("--log_dir new --max_steps 1 --width 6") == 0
+    assert main("--log_dir new --max_steps 2 --resume") == 0
+    checkpoint = load("new", 2)
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
-    assert refused("was made with width 6, not 4", *new, "--max_steps", 3, "--resume", *four)
-    evaluate = ["--init_from", tmp_path / "new", "--max_steps", 0]
-    assert refused("was made with width 6, not 4", *evaluate, *four)
+    assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
 
 
 @pytest.mark.slow
@@ -244,30 +240,18 @@ def test_importing_the_scripts_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_shards_of_bytes_need_no_other_script(tmp_path, shards, monkeypatch, capsys):
-    """They are sampled from and exported with their tokenizer."""
-    for name in ("fineweb", "hellaswag"):
-        monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
-    flags = ["--data_dir", shards, "--log_dir", tmp_path / "log", "--max_steps", 1]
-    assert main(*flags, "--sample_every", 1) == 0
-    assert "sample 3: Hello, I'm" in capsys.readouterr().out
-    assert main("--init_from", tmp_path / "log", "--export_hf", tmp_path / "hf") == 0
-    assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir(tmp_path / "hf")}
-
-
 @pytest.mark.slow
 def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards):
-    """Copied beside shards of bytes. A console that cannot print some characters, as on Windows, ends
-    nothing."""
+    """Copied beside shards, also where a console cannot print all characters, as on Windows."""
     shutil.copy(ROOT / "train_gpt2.py", tmp_path)
-    flags = "--device cpu --data_dir data --model tiny --seq_len 64 --val_tokens 128"
+    flags = "--device cpu --model tiny --seq_len 64 --val_tokens 128"
     flags += " --num_samples 1 --prompt Hello\u6f22 --total_batch_size 128 --max_new_tokens 4"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["PYTHONIOENCODING"] = "cp1252"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):
         command = [sys.executable, "-P", "train_gpt2.py", *flags.split(), *more.split()]
-        options = {"cwd": tmp_path, "env": environment, "capture_output": True}
-        result = subprocess.run(command, encoding="cp1252", **options)
+        options = {"env": environment, "encoding": "cp1252", "capture_output": True}
+        result = subprocess.run(command, **options)
         assert result.returncode == 0 and "sample 0: Hello?" in result.stdout, result.stderr
-    log = read_log(tmp_path / "log")
+    log = read_log()
     assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 2, 4]

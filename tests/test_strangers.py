@@ -28,6 +28,11 @@ def saved(value) -> bytes:
     return file.getvalue()
 
 
+def snapshot() -> dict[Path, bytes]:
+    """Return all files and folders here, and what is in the files."""
+    return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
+
+
 def llm_c(*header: int, tokens=999) -> bytes:
     """Return one of llm.c's shards of zeros."""
     return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
@@ -44,7 +49,14 @@ MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"mo
 OLD = MODEL | {"config": MODEL["config"] | {"eot": 256}, "args": {"zero": 0}}  # of commit 3a46ed5
 ROTARY = MODEL | {"config": MODEL["config"] | {"rotary": 1}}
 MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
+RUN = MODEL | {"args": {"model": "test", "seq_len": 16, "total_batch_size": 256}}
+RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
+OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
+FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
+PART = b'{"tokenizer": "bytes", "vocab_size": 257, "eot": 256, "progress": {"done": true}}'
+PARTS = {META: None} | {f"data/meta-00{i}-of-003.json": PART for i in (1, 2, 3)}
+HALF = PARTS | {"data/meta-003-of-003.json": PART.replace(b"true", b"false")}
 BIN = "is no .bin shard of version 1, or was cut short"
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
@@ -78,10 +90,17 @@ REFUSED = {
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "a fork's field": ("--init_from x.pt", {"x.pt": saved(ROTARY)}, "x.pt was made with ['rotary']"),
     "an old checkpoint": ("--resume", {"log/model_00002.pt": saved(OLD)}, "00002.pt was made with ['eot']"),
+    "a fork's flag": ("--resume", {"log/model_00002.pt": saved(FORK)}, "log was made with ['smoothing'], which this script does"),
+    "another seed": ("--resume --seed 7", {"log/model_00002.pt": saved(RUN)}, "log was made with seed 1337, not 7"),
+    "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "log is at step 2, beyond --max_steps 1"),
+    "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
+    "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
+    "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Attack()})}, "x.pt cannot be loaded"),
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "hf cannot be loaded"),
     "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "hf cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "meta.json/model_00000.pt cannot be written: "),
+    "an export onto a file": (f"--init_from x.pt --export_hf {META}", {"x.pt": saved(MODEL)}, "--export_hf: expected a folder, found a file"),
     "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "meta.json/x cannot be written: "),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
     "no data": ("--data_dir nowhere", {}, "nowhere holds no train shards: use fineweb.py"),
@@ -100,6 +119,8 @@ REFUSED = {
     "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
+    "an unfinished part": ("", HALF, "meta-003-of-003.json is not finished: run its fineweb.py"),
+    "a part is missing": ("", PARTS | {"data/meta-002-of-003.json": None}, "data has 2 of 3 parts"),
     "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
     "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: JSONDecodeError"),
     "two data sets in a folder": ("", {"data/meta-001-of-002.json": b"{}"}, "data has 2 of 1 parts"),
@@ -109,7 +130,9 @@ NANOGPT = {"nano/train.bin": bytes(2000), "nano/val.bin": bytes(2000)}  # tokens
 HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.unfinished": b""}
 # The same, but with what the run prints
 TAKEN = {
+    "a fork's run, evaluated": ("--init_from x.pt --max_steps 0", {"x.pt": saved(FORK)}, "0/0 | val loss: "),
     "hidden files": ("", HIDDEN, "done: "),
+    "data in three parts": ("", PARTS, "done: "),
     "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --device cpu"),
@@ -137,12 +160,12 @@ def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, re
         Path(name).unlink(missing_ok=True)
         if content is not None:
             Path(name).write_bytes(content)
-    before = sorted(Path().rglob("*"))
+    before = snapshot()
     flags = ["--data_dir", "data", "--max_steps", "2", *shlex.split(words)]
     if case in TAKEN:
         assert main(*flags) == 0 and text in capsys.readouterr().out
     else:
-        assert refused(text, *flags) and sorted(Path().rglob("*")) == before
+        assert refused(text, *flags) and snapshot() == before
 
 
 def test_openais_models_have_two_names(monkeypatch):
