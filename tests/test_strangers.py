@@ -190,5 +190,5 @@ def test_several_large_row_groups_give_each_row_once(tmp_path, monkeypatch):
     texts = [f"text {i}" for i in range(700)]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=300)
     monkeypatch.setattr(fineweb, "GROUP_SIZE", 100)  # bytes
-    batches = fineweb.read_file(str(tmp_path / "x.parquet"), "text")
-    assert [text for _, _, batch in batches for text in batch() if text] == texts
+    batches = fineweb.read_parquet(str(tmp_path / "x.parquet"), "text")
+    assert [text for _, batch in batches for text in batch() if text] == texts
