@@ -38,8 +38,8 @@ def break_off(log_dir, copy, step: int):
 
 
 @pytest.mark.parametrize("recipe", [
-    pytest.param("--optimizer adamw", marks=pytest.mark.slow), pytest.param("--dtype float16", marks=pytest.mark.slow),
     "--optimizer muon",  # Muon's and AdamW's state
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("--optimizer adamw", "--dtype float16")),
 ])  # fmt: skip
 def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, recipe):
     """Before and after an epoch ends, in a fork with dropout, a stream and states of its own."""
