@@ -214,8 +214,7 @@ CHANGES = [  # a command between two starts, options of the second start, what i
 @pytest.mark.parametrize("is_finished", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
 def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypatch):
-    """Else nothing in the folder changes. What was not read may change, and all may have other dates
-    and places: then the shards are those of one go."""
+    """Else nothing in the folder changes. What was not read may change, and dates and places may."""
     monkeypatch.chdir(tmp_path)
     for k in range(3):
         write_jsonl(Path(f"{k}.jsonl"), random_texts(30, 300 + k, seed=k))
@@ -552,8 +551,7 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
-    """The quickstart's data has about 2 MB, and no long paragraph in both splits. It needs nothing
-    but numpy, tiktoken and tqdm."""
+    """About 2 MB, with no long paragraph in both splits, from numpy, tiktoken and tqdm alone."""
     for package in ("datasets", "pyarrow", "fsspec", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
     main = runpy.run_path(str(ROOT / "fineweb.py"))["main"]
@@ -588,8 +586,7 @@ def test_a_terminal_shows_tokens_their_rate_and_the_time_left(name, tmp_path, mo
 
 
 def test_out_is_tried_before_the_work(tmp_path, monkeypatch):
-    """~ is the home. A console that lacks a letter shows another one. Shards in a folder of texts
-    are no texts."""
+    """~ is the home, a console that lacks a letter shows another, and shards are no texts."""
     monkeypatch.setenv("HOME", str(tmp_path))
     files = write_jsonl(tmp_path / "a.jsonl", ["text"] * 9)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
@@ -642,8 +639,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
 
 @pytest.mark.parametrize("name, content, options, expected", STRANGERS)
 def test_what_strangers_bring(name, content, options, expected, tmp_path, monkeypatch, capsys):
-    """It is read, or one line names the option, or the file and what is wrong where, with status 2.
-    No shard is left behind then."""
+    """It is read, or one line names the option or file and what is wrong. No shard is left then."""
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, dict):
