@@ -194,7 +194,7 @@ def read_parquet(address: str, text_key: str) -> Iterator[tuple]:
     for group in range(file.num_row_groups):
         if file.metadata.row_group(group).total_byte_size <= GROUP_SIZE:
             row += file.metadata.row_group(group).num_rows
-            yield row / file.metadata.num_rows, partial(read_group, address, text_key, group)
+            yield row / (file.metadata.num_rows or 1), partial(read_group, address, text_key, group)
         else:  # pandas writes a million rows as one group: too many for a worker's memory
             for rows in file.iter_batches(ROWS, [group], [text_key]):
                 row += len(rows)
@@ -251,7 +251,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
         while block := text.read(BATCH_SIZE):
             *pieces, rest = cut(rest + block)
             yield from (partial(MARK.split, piece) for piece in pieces)
-    rest = re.sub(r"\n<\|endoftext\|>\s*\Z", "\n", rest)  # no document begins at the end
+    rest = re.sub(r"(\n<\|endoftext\|>\r?)+\s*\Z", "\n", rest)  # no document begins at the end
     yield partial(MARK.split, rest)
 
 
@@ -299,7 +299,7 @@ def cut(text: str) -> Iterator[str]:
     # GPT-2's pattern always splits a text between a visible character and a blank or line end, so
     # the pieces have the tokens of the whole. `.*` matches all it can, which finds the last such
     # place. No piece ends with >, so that the line <|endoftext|> and its end are in one piece
-    until_break = re.compile(r"(?s:.*[^\s>])(?=[ \n])")
+    until_break = re.compile(r"(?s:.*[^\s>])(?=[ \r\n])")
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
@@ -497,7 +497,7 @@ def find_meta(args: argparse.Namespace) -> dict:
         before, now = (list(x.items())[part][: position[0]] for x in (meta["files"], files))
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
             require(old == new, f"{name} (was {was}) is new, missing or changed: {ADVICE}")
-    require(args.parts <= len(files), f"--part: {args.parts} parts need {args.parts} files or more")
+    require(args.parts <= len(files), f"found {len(files)} files for {args.parts} parts (--part)")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)
     meta = {

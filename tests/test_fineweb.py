@@ -620,6 +620,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.png", b"\x89PNG", "", "it cannot be read as UTF-8 (to convert it: iconv"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
     ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\r\n"]),
+    ("b.md", b"A\n<|endoftext|>\n<|endoftext|>\n", "", ["A\n"]),
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "there is no such file"),

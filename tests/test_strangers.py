@@ -136,7 +136,6 @@ TAKEN = {
     "no checkpoint to resume": ("--resume", {}, "log has no checkpoint: a new run begins"),
     "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
     "a long prompt": (f"--sample_every 2 --prompt '{'long ' * 9}'", {}, "sample 3: long long "),
-    "no samples": ("--sample_every 2 --num_samples 0", {}, "done: "),
     "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
     "a large B": ("--batch_size 999", {}, "B 16\n"),
