@@ -215,7 +215,7 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
     header = file.peek(1000).splitlines()[:1]
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
-    with naming(f"found the columns {header}, expected {text_key}: see --text_key"):
+    with naming(f"of the columns {header}, --text_key {text_key} cannot be read"):
         blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
     for rows in blocks:
         yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])

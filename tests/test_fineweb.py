@@ -628,7 +628,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\tid\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
-    ("a.csv", b"id,body\n1,A\n", "", "found the columns [b'id,body'], expected text: see"),
+    ("a.csv", b"id,body\n1,A\n", "", "of the columns [b'id,body'], --text_key text cannot"),
     ("a.csv", b"id,text\n1,A,B\n", "", "Row #2: Expected 2 columns, got 3"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
