@@ -452,7 +452,7 @@ def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
     """Return the mask of a chunk's validation tokens."""
     # Documents are cut into pieces of 1/32 of all tokens so far, 16 to 8192, so that a small corpus
-    # gives some of everything. A piece is for validation if this has at most its share so far
+    # gives some of everything. Validation gets a piece whenever it has no more than its share
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
@@ -523,7 +523,7 @@ def find_meta(args: argparse.Namespace) -> dict:
 
 
 def suggest(args: argparse.Namespace, meta: dict) -> str:
-    """Return the next command, which suits the amount of text."""
+    """Return the next command, for this amount of text."""
     command = f"python train_gpt2.py --data_dir {shlex.quote(args.out)}"
     if args.parts > 1:
         return f"when all {args.parts} parts are done: {command}"
@@ -552,11 +552,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
     add("--files", nargs="+", metavar="PATH", help="files, globs, folders")
     add("--text_key", default="text", help="key or column of the texts (default %(default)s)")
-    add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; bytes suit a CPU")
+    add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; on a CPU, use bytes")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
     add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
-    add("--val_share", type=float, help="share of validation until val_tokens (0.1; FineWeb: 1)")
+    add("--val_share", type=float, help="share for validation (default 0.1, for FineWeb 1)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
     add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
     add("--workers", type=int, help="processes (default: 1 per core, from the hub 1.5)")

@@ -17,7 +17,7 @@ slow = pytest.mark.slow
 
 
 def assert_close(one: dict, two: dict, tolerance=1e-5) -> None:
-    """Two logs tell of the same run, to rounding. val and norm have four decimals."""
+    """Two logs tell of the same run, but for rounding. val and norm have four decimals."""
     assert one.keys() == two.keys()
     assert one.get("hella") == two.get("hella")
     for stream in one:
@@ -102,7 +102,7 @@ def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(shards):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_gpu_trains_as_it_would_without_compile_kernel_and_caches(start, optimizer, tmp_path):
-    """Plain PyTorch's losses to rounding; with empty caches, stopped and resumed, the same bits."""
+    """Plain PyTorch's losses, but for rounding; with empty caches, stopped and resumed, the same bits."""
     flags = f"--device cuda --dtype bfloat16 --optimizer {optimizer} --max_lr 1e-3 --compile"
     flags += " --schedule constant --warmup_steps 0 --save_every 10 --keep 0"
     one, samples = start(1, flags)

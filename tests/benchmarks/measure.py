@@ -15,7 +15,7 @@ because they are mostly of your own copies, unless --results names another folde
 
 A row has the date, the machine, the version of torch, the commit of the script, the command, the
 case (what was measured, with its settings), the value and its unit. GPUs train on random tokens that
-are as frequent as words, as only the loss depends on the text. Versions are measured in turns.
+are as frequent as words, as only the loss depends on the text. Versions are measured in turn.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class Results:
         self.always |= {"command": shlex.join(["measure.py", *sys.argv[1:]])}
 
     def add(self, case: dict, value, unit: str, quiet=False, **other) -> None:
-        """Write and print a row. `other` takes the place of what all rows have."""
+        """Write and print a row. `other` replaces what all rows have."""
         row = self.always | other | {"case": case, "value": value, "unit": unit}
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
@@ -187,7 +187,7 @@ def scripts_of(args) -> dict:
 
 
 def commit_of(name: str) -> dict:
-    """Return what a row of another version has in place of the commit: its name."""
+    """Return what a row of another version has instead of the commit: its name."""
     return {} if name in ("train_gpt2.py", "fineweb.py") else {"commit": Path(name).stem}
 
 
@@ -195,7 +195,7 @@ def commit_of(name: str) -> dict:
 
 
 def measure_speed(args) -> None:
-    """Time steps of each model, size of a step and script, in turns."""
+    """Time steps of each model, size of a step and script, in turn."""
     results = Results(args)
     with tempfile.TemporaryDirectory() as folder:
         runs = Runs(folder)
@@ -343,7 +343,7 @@ def measure_price(args) -> None:
 
 def measure_scaling(args) -> None:
     """Time steps of single GPUs, all of which train separately at the same time, and of all together,
-    half of them and so on, in turns. The rate is 0: what a GPU at its power limit computes depends on
+    half of them and so on, in turn. The rate is 0: what a GPU at its power limit computes depends on
     the weights."""
     results = Results(args)
     script = scripts_of(args)["train_gpt2.py"]
@@ -591,7 +591,7 @@ def write_documents(source: str, copies: int, folder: str) -> tuple[dict, list[s
 def measure_tokenize(args) -> None:
     """Time fineweb.py from documents to finished shards, less what a single token takes (imports,
     vocabulary, start of the workers), beside as many independent tiktoken processes, which have
-    their texts in memory, and beside other versions, in turns."""
+    their texts in memory, and beside other versions, in turn."""
     results = Results(args, "fineweb.py")
     with tempfile.TemporaryDirectory() as folder:
         formats, texts = write_documents(args.documents, args.copies, folder)

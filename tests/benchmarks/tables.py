@@ -311,7 +311,7 @@ def table_ideas(flags="") -> list:
     if not (HERE / "results/ideas.jsonl").exists():
         return table
     losses = load("ideas", unit="nats per token", flags=flags)
-    # Commits may differ, as long as the script trains alike: of a seed, the last row counts
+    # Commits may differ, as long as the script trains the same: of a seed, the last row counts
     found = {}  # {name: losses of the idea, one for each seed}
     for idea in [GPT2, *ENTRIES]:  # other ideas combined have another source
         case = {"idea": idea.name, "source": idea.source, "flags": flags}
@@ -357,7 +357,7 @@ def table_chance() -> list:
     table = [[*heading, "one seed tells apart", "three seeds tell apart"]]
     models = {"GPT-2 124M, 131M tokens": "", "the quickstart's, 1M bytes": LAPTOP}
     for model, flags in models.items():
-        # What a seed does to all of them alike cancels out if runs with the same seed are compared
+        # What a seed does to all of them cancels out if runs with the same seed are compared
         steps = seed_steps(flags)
         unpaired = statistics.mean(step**2 for step in steps) ** 0.5
         paired = statistics.stdev(steps)
