@@ -7,7 +7,7 @@
 python fineweb.py                                       # FineWeb-Edu, 10B tokens: edu_fineweb10B/
 python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files, globs
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
-python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 slices of the files
+python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 parts of the files
 
 A folder stands for all files in it that are not hidden. A row of a .jsonl, .json, .csv, .tsv or
 .parquet file is a document; any other file is text in UTF-8, and one document, unless lines with
@@ -159,7 +159,7 @@ def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
             if ending in (".json", ".jsonl"):
                 batches = read_jsonl(lines, text_key)
             elif ending in (".csv", ".tsv"):
-                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
+                batches = read_csv(lines, text_key)
             else:
                 batches = read_txt(lines)
             yield from ((min(1.0, file.tell() / size), batch) for batch in batches)
@@ -208,12 +208,12 @@ def read_group(address: str, text_key: str, group: int) -> list[str | None]:
     return ["", *table.column(text_key).to_pylist()]
 
 
-def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[partial]:
+def read_csv(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
     """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
     from pyarrow import csv, string
 
-    header = file.peek(1000).splitlines()[:1]
-    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    header = (file.peek(1000).splitlines() or [b""])[0]  # Excel's may be divided by ;
+    parse = csv.ParseOptions(delimiter=chr(max(b",;\t", key=header.count)), newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
     with naming(f"of the columns {header}, --text_key {text_key} cannot be read"):
         blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
@@ -247,7 +247,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     """Yield the batches of a text file, which may be larger than the memory."""
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # -sig skips a byte order mark
     rest = "<|endoftext|>\n"  # the line that begins the first document
-    with naming("it cannot be read as UTF-8 (to convert it: iconv -f WINDOWS-1252 -t UTF-8)"):
+    with naming("it is no text in UTF-8: leave it out, or try iconv -f WINDOWS-1252 -t UTF-8"):
         while block := text.read(BATCH_SIZE):
             *pieces, rest = cut(rest + block)
             yield from (partial(MARK.split, piece) for piece in pieces)
@@ -556,9 +556,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
     add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
-    add("--val_share", type=float, help="share for validation (default 0.1, for FineWeb 1)")
+    add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
     add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
-    add("--part", default="1/1", metavar="I/N", help="the I-th of N slices of the data's files")
+    add("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the data's files")
     add("--workers", type=int, help="processes (default: 1 per core, from the hub 1.5)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")

@@ -281,16 +281,13 @@ def table_recipes() -> list:
         "muon_long": "Muon",
         "adamw_long": "AdamW, tuned",
     }
-    table = [["GPT-2 124M", "tokens", "minutes", "validation loss"]]
+    table = [["GPT-2 124M", "tokens", "validation loss"]]
     for run, name in names.items():
         row = newest(load("runs", run=run, unit="nats per token"))[-1]
-        minutes = median(values("runs", run=run, unit="minutes"), "{:.1f}")
-        number, gpu = re.match(r"(\d) x NVIDIA (\w+)", row["machine"]).groups()
-        gpus = f"{['one', 'two'][int(number) - 1]} {gpu}"
         tokens = f"{row['case']['steps'] * row['case']['batch'] / 1e6:.0f}M"
         loss = f"{row['value']:.3f}"
         loss = f"**{loss}**" if name == "Muon" else loss
-        table.append([name, tokens, f"{minutes} on {gpus}", loss])
+        table.append([name, tokens, loss])
     return table
 
 
