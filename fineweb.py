@@ -496,7 +496,7 @@ def find_meta(args: argparse.Namespace) -> dict:
         part = slice(meta["part"] - 1, None, args.parts)
         before, now = (list(x.items())[part][: position[0]] for x in (meta["files"], files))
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
-            require(old == new, f"{name} (was {was}) is new, missing or changed: {ADVICE}")
+            require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
     require(args.parts <= len(files), f"found {len(files)} files: too few (--part)")
     require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
     enc = get_tokenizer(args.tokenizer)

@@ -20,13 +20,13 @@ SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_t
 # Commands in an order in which they can be run, each with flags that make it small
 RUNS = {
     "train_gpt2.py --quickstart": SMALL,
-    "train_gpt2.py --quickstart --resume": "",
+    "train_gpt2.py --resume --log_dir log/quickstart": "",
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8': "",
     "fineweb.py --files texts --tokenizer bytes --out mine_bytes": "",
     "fineweb.py --files texts --out mine": "--tokenizer bytes",
     'train_gpt2.py --quickstart --data_dir mine_bytes --log_dir log/mine_bytes --prompt "The "': SMALL,
-    "train_gpt2.py --sample --init_from log/mine_bytes --device cpu": "",
+    "train_gpt2.py --sample --init_from log/mine_bytes --seed 2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --sample --init_from log": "",
@@ -38,8 +38,7 @@ TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
 NOT_RUN |= {f"train_gpt2.py {FIRST}", f"train_gpt2.py {TUNE} --max_steps 55 --max_lr 3e-5"}
-# Rows of "Change something": flags, and for each code the text behind (>) or before (<) which it
-# goes, or which it replaces (=)
+# Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = '> tokenizer: str = "gpt2"\n'
 CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
@@ -82,7 +81,7 @@ def test_torchrun_knows_its_flags():
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES])
 def test_links_resolve(page):
-    """Each file and heading exists. Only GitHub resolves a badge and its issues, and only the web an address."""
+    """Each file and heading exists. Only GitHub resolves a badge, and only the web an address."""
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
         path, _, anchor = link.partition("#")
         if "://" not in link and not re.match(r"[./]+/(actions/|issues$)", link):
@@ -131,7 +130,8 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
 @pytest.mark.parametrize("row", CHANGES)
 def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
     """The script has outgrown no recipe."""
-    (cell,) = re.findall(rf"^\| {row} \| (.*) \|$", README + MORE, re.M)
+    begin = rf"^(?:\| {row} \||- \*\*{row.capitalize()}\.)"  # of a table's row, or of an item
+    (cell,) = re.findall(rf"(?ms){begin}(.*?)^\S", README + MORE)
     codes = [code for code in re.findall(r"`([^`]+)`", cell) if re.search(r"[:=(] ?\S", code)]
     flags, *places = CHANGES[row]
     source = (ROOT / "train_gpt2.py").read_text()
