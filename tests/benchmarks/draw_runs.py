@@ -117,7 +117,7 @@ def draw_runs(logs: list[Path], is_ours: bool, theme: str):
         ax.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
         ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.grid(axis="y", color=rule, linewidth=1)
-    axes[0].set_ylabel("validation loss")
+    axes[0].set_ylabel("loss (lower is better)")
     return figure
 
 
