@@ -27,7 +27,7 @@ SAMPLES = {  # step: how the quickstart's "sample 1" begins then, and where that
     10: ("Return  el nlln ciogpre", (55, 3.72)),
     60: ("Return tolesas tinod", (110, 3.14)),
     250: ("Return the all call dent obj", (285, 2.4)),
-    1250: ("Return the response names", (420, 1.05)),
+    1250: ("Return the response used", (420, 1.05)),
 }
 GUESSES = {  # what losses mean: how many bytes one would choose from, and where the text stands
     257: ("like a guess among 257", 1262, "top"),
