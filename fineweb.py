@@ -134,9 +134,7 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
     import datasets  # takes seconds, so only here
 
     url = f"{datasets.config.HF_ENDPOINT}/datasets/{dataset}/tree/main"
-    with naming(
-        f"{url} cannot be read (HF_ENDPOINT: a mirror, HF_TOKEN: an account, --files: a copy)"
-    ):
+    with naming(f"{url} cannot be read (HF_ENDPOINT: mirror, HF_TOKEN: account, --files: a copy)"):
         return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
 
 
@@ -159,7 +157,7 @@ def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
             if ending in (".json", ".jsonl"):
                 batches = read_jsonl(lines, text_key)
             elif ending in (".csv", ".tsv"):
-                batches = read_csv(lines, text_key)
+                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
             else:
                 batches = read_txt(lines)
             yield from ((min(1.0, file.tell() / size), batch) for batch in batches)
@@ -208,12 +206,14 @@ def read_group(address: str, text_key: str, group: int) -> list[str | None]:
     return ["", *table.column(text_key).to_pylist()]
 
 
-def read_csv(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
+def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[partial]:
     """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
     from pyarrow import csv, string
 
-    header = (file.peek(1000).splitlines() or [b""])[0]  # Excel's may be divided by ;
-    parse = csv.ParseOptions(delimiter=chr(max(b",;\t", key=header.count)), newlines_in_values=True)
+    header = (file.peek(1000).splitlines() or [b""])[0]
+    if b";" in header and b"," not in header:  # Excel's, where the comma is in decimal numbers
+        delimiter = delimiter.replace(",", ";")
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
     with naming(f"of the columns {header}, --text_key {text_key} cannot be read"):
         blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
@@ -247,7 +247,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     """Yield the batches of a text file, which may be larger than the memory."""
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # -sig skips a byte order mark
     rest = "<|endoftext|>\n"  # the line that begins the first document
-    with naming("it is no text in UTF-8: leave it out, or try iconv -f WINDOWS-1252 -t UTF-8"):
+    with naming("it is not UTF-8 text: leave it out or convert it (iconv -f WINDOWS-1252, UTF-16)"):
         while block := text.read(BATCH_SIZE):
             *pieces, rest = cut(rest + block)
             yield from (partial(MARK.split, piece) for piece in pieces)
