@@ -68,7 +68,8 @@ def median(numbers: list, form: str, factor=1.0) -> str:
 def source(rows: list[dict]) -> str:
     """Return where rows come from, for the last column of a table."""
     row = rows[-1]
-    return f"{row['date']}, {row['machine'].removeprefix('1 x ')}, torch {row['torch']}, {row['commit']}"
+    machine = re.sub("^1 x |NVIDIA | 80GB HBM3", "", row["machine"])
+    return f"{row['date']}, {machine}, torch {row['torch'].partition('+')[0]}, {row['commit']}"
 
 
 def unique(rows: list[dict], *settings) -> list[dict]:
