@@ -22,7 +22,7 @@ RUNS = {
     "train_gpt2.py --quickstart": SMALL,
     "train_gpt2.py --resume --log_dir log/quickstart": "",
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
-    "train_gpt2.py --sample --init_from log/quickstart --device cpu --prompt 'class ' --temperature 0.8": "",
+    'train_gpt2.py --sample --init_from log/quickstart --device cpu --prompt "class " --temperature 0.8': "",
     "fineweb.py --files texts --tokenizer bytes --out mine_bytes": "",
     "fineweb.py --files texts --out mine": "--tokenizer bytes",
     'train_gpt2.py --quickstart --data_dir mine_bytes --log_dir log/mine_bytes --prompt "The "': SMALL,
