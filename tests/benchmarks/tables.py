@@ -278,9 +278,9 @@ def table_recipes() -> list:
     """The README's rows: those of table_runs that have a name here."""
     names = {
         "muon_small": "Muon",
-        "adamw_small": "AdamW, tuned",
+        "adamw_small": "AdamW",
         "muon_long": "Muon",
-        "adamw_long": "AdamW, tuned",
+        "adamw_long": "AdamW",
     }
     table = [["GPT-2 124M", "tokens", "validation loss"]]
     for run, name in names.items():
