@@ -9,9 +9,9 @@ python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 parts of the files
 
-A folder stands for all files in it that are not hidden. A row of a .jsonl, .json, .csv, .tsv or
-.parquet file is a document; any other file is text in UTF-8, and one document, unless lines with
-nothing but <|endoftext|> divide it, as in TinyStories. A file may be packed (.gz, .xz, .zst).
+A folder stands for all files in it but hidden and binary ones. A row of a .jsonl, .json, .csv,
+.tsv or .parquet file is a document; any other file is text in UTF-8, and one document, unless lines
+with nothing but <|endoftext|> divide it, as in TinyStories. It may be packed (.gz, .xz, .zst).
 A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
 text, and may be cut by shards. A killed run continues with the same command, to the same bytes."""
 
@@ -43,11 +43,11 @@ from tqdm import tqdm
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
 META_VERSION = 9  # raised whenever a folder of an older version cannot be continued
-GPT2_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main"  # as in tiktoken
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
 OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
 # Lines between documents of a text. The search is fast because the pattern begins with letters
 MARK = re.compile(r"<\|endoftext\|>(?<!.<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
+DATA = re.compile(r"(?i)\.(parquet|jsonl?|csv|tsv|gz|xz|zst)$")  # endings of what is not plain text
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
 GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
 ROWS = 128  # rows of such a batch: ~0.6 MB of FineWeb
@@ -65,7 +65,7 @@ def require(condition: object, message: str) -> None:
 
 
 @contextmanager
-def naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator:
     """Turn any error into a UserError that names `what`: few libraries say which file it was."""
     try:
         yield
@@ -91,9 +91,9 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
         ranks = {bytes([byte]): byte for byte in range(256)}
         rest = {"pat_str": "(?s).{1,64}", "special_tokens": {"<|endoftext|>": 256}}
         return tiktoken.Encoding(name, mergeable_ranks=ranks, **rest)
-    hint = f"save {GPT2_URL}/vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and "
-    hint += f"{GPT2_URL}/encoder.json as 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-    with naming(f"GPT-2's tokenizer cannot be downloaded: {hint} in the folder TIKTOKEN_CACHE_DIR"):
+    files = "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
+    files += "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in the folder TIKTOKEN_CACHE_DIR"
+    with naming(f"the tokenizer gpt2 (without a network, save {files}) cannot be loaded"):
         return tiktoken.get_encoding("gpt2")
 
 
@@ -122,10 +122,14 @@ def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, li
         paths |= {os.path.realpath(path): os.path.abspath(path) for path in found}  # no file twice
     files = {}
     for path in sorted(paths.values()):
-        if Path(args.out).resolve() not in Path(path).resolve().parents:  # no shards
-            with open(path, "rb") as file:
-                start = hashlib.sha256(file.read(2**16)).hexdigest()  # to read all would take long
-            files[path] = [os.path.getsize(path), start]
+        if Path(args.out).resolve() in Path(path).resolve().parents:  # our own shards
+            continue
+        with open(path, "rb") as file:
+            start = file.read(2**16)  # to read all would take long
+        if b"\0" in start and not DATA.search(path):
+            print(f"{path} is left out: it is not text in UTF-8")  # as a picture among notes
+        else:
+            files[path] = [os.path.getsize(path), hashlib.sha256(start).hexdigest()]
     return files
 
 
@@ -210,12 +214,10 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
     """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
     from pyarrow import csv, string
 
-    header = (file.peek(1000).splitlines() or [b""])[0]
-    if b";" in header and b"," not in header:  # Excel's, where the comma is in decimal numbers
-        delimiter = delimiter.replace(",", ";")
+    header = file.peek(1000).partition(b"\n")[0]
     parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
-    with naming(f"of the columns {header}, --text_key {text_key} cannot be read"):
+    with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
         blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
     for rows in blocks:
         yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
@@ -247,7 +249,7 @@ def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
     """Yield the batches of a text file, which may be larger than the memory."""
     text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # -sig skips a byte order mark
     rest = "<|endoftext|>\n"  # the line that begins the first document
-    with naming("it is not UTF-8 text: leave it out or convert it (iconv -f WINDOWS-1252, UTF-16)"):
+    with naming("it is not text in UTF-8 (to convert it: iconv -f WINDOWS-1252 -t UTF-8)"):
         while block := text.read(BATCH_SIZE):
             *pieces, rest = cut(rest + block)
             yield from (partial(MARK.split, piece) for piece in pieces)
@@ -596,8 +598,6 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_args(argv)
         meta = find_meta(args)
         if not meta["progress"]["done"]:
-            if args.dataset not in (None, "pydocs"):
-                print("the hub limits requests, and may make us wait: HF_TOKEN raises the limit")
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
@@ -606,7 +606,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{nulls:,} row(s) had no text")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
-            print(f"{train:,} tokens are too few to learn from: a model needs 100,000 or more")
+            print("these are too few to learn from: a model needs 100,000 or more")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta))
     except (UserError, OSError) as error:
