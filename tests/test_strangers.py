@@ -69,7 +69,7 @@ REFUSED = {
     "unknown schedule": ("--schedule cosin", {}, "invalid choice: 'cosin' (choose from "),
     "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
     "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
-    "no such device": (f"--device {NO_DEVICE}", {}, "--device: this machine has"),
+    "no such device": (f"--device {NO_DEVICE}", {}, f"--device {NO_DEVICE}: found c"),
     "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
