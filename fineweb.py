@@ -50,7 +50,6 @@ MARK = re.compile(r"<\|endoftext\|>(?<!.<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\
 DATA = re.compile(r"(?i)\.(parquet|jsonl?|csv|tsv|gz|xz|zst)$")  # endings of what is not plain text
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
 GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
-ROWS = 128  # rows of such a batch: ~0.6 MB of FineWeb
 ADVICE = "undo this, choose another --out, or delete the folder to start over"
 
 
@@ -198,7 +197,7 @@ def read_parquet(address: str, text_key: str) -> Iterator[tuple]:
             row += file.metadata.row_group(group).num_rows
             yield row / (file.metadata.num_rows or 1), partial(read_group, address, text_key, group)
         else:  # pandas writes a million rows as one group: too many for a worker's memory
-            for rows in file.iter_batches(ROWS, [group], [text_key]):
+            for rows in file.iter_batches(128, [group], [text_key]):  # ~0.6 MB of FineWeb
                 row += len(rows)
                 batch = partial(list, ["", *rows.column(text_key).to_pylist()])
                 yield row / file.metadata.num_rows, batch
@@ -598,14 +597,15 @@ def main(argv: list[str] | None = None) -> None:
         args = parse_args(argv)
         meta = find_meta(args)
         if not meta["progress"]["done"]:
-            print(f"making {args.out}: if interrupted, the same command continues", flush=True)
+            hub = "; the hub may make us wait (less with HF_TOKEN)" * ("/" in str(args.dataset))
+            print(f"making {args.out}: if interrupted, the same command continues{hub}", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
         require(train or args.parts > 1, "no training tokens: more files, or a lower --val_share?")
         if nulls := meta["rows_without_text"]:
             print(f"{nulls:,} row(s) had no text")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
-        if train < 10**5 and args.parts == 1:  # 0.4 MB of text for GPT-2's tokenizer
+        if train < 100_000:  # 0.4 MB of text for GPT-2's tokenizer
             print("these are too few to learn from: a model needs 100,000 or more")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta))

@@ -162,7 +162,7 @@ IDEAS = [
         # The kernel's gradient is that of logits without a cap, so the loss takes the plain path
         [
             (
-                """    # Appendix A is faster. To change the loss, delete this `if`, and take 16 in choose_batch_size
+                """    # Appendix A is faster. To change the loss, delete this `if`, as .github/RECIPES.md explains
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_loss(x, weight, targets, V)[0]
     logits = F.linear(x, weight)  # (N, padded V), the largest tensor of all
