@@ -196,19 +196,13 @@ def score(model, examples, device, rank=0, world_size=1, bar=False) -> Score:
         longest = len(rows[starts[-1]][1])  # T: rows are padded to the length of their first one
         starts.append(starts[-1] + max(1, limit // longest))
     sums = torch.zeros(len(rows), device=device)  # the loss of each ending, in nats
-    # The forward pass of a sharded model communicates, so all processes compute equally many
-    # batches: the last one again if none is left
-    last = len(starts) - 2
-    steps = range(0, last + 1, world_size)
+    steps = range(rank, len(starts) - 1, world_size)  # this process's batches
     hidden = None if bar and rank == 0 else True  # None hides it in a log file
-    for step in tqdm(steps, examples.convention, unit="batch", disable=hidden):
-        batch = min(step + rank, last)
+    for batch in tqdm(steps, examples.convention, unit="batch", disable=hidden):
         indices, x, y = zip(*rows[starts[batch] : starts[batch + 1]], strict=True)
         x = pad_sequence(x, batch_first=True)
         y = pad_sequence(y, batch_first=True, padding_value=-1)
-        result = model(x.to(device), y.to(device)).sum(dim=1)
-        if batch == step + rank:
-            sums[torch.tensor(indices, device=device)] = result
+        sums[torch.tensor(indices, device=device)] = model(x.to(device), y.to(device)).sum(dim=1)
     if world_size > 1:
         dist.all_reduce(sums)  # an ending is zero in all processes but one
     # acc_norm divides by tokens, as build-nanogpt's get_most_likely_row, or by characters (harness)

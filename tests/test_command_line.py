@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, load, main, make_process, read_log
 
 import train_gpt2
-from train_gpt2 import FLAGS, GPTConfig, UserError, decide_args
+from train_gpt2 import COMMANDS, DEFAULTS, FLAGS, GPTConfig, UserError, decide_args
 
 
 def decide(given: dict) -> tuple[Namespace, dict]:
@@ -48,41 +48,48 @@ def unusual(row: tuple, n: int):
     return f"unusual {n}" if kind is str else (default or 0) + 7 * n
 
 
-@pytest.mark.parametrize("words, names", [
-    ("--resume --quickstart", "MODEL RUN RECIPE EVALUATION MACHINE"),
-    ("--init_from=old --max_steps=0 --val_every=5", "MODEL RUN RECIPE EVALUATION"),
-    ("--init_from=old --max_steps=9", "MODEL"),
+ALL = DEFAULTS.keys() - COMMANDS
+
+
+@pytest.mark.parametrize("words, kept, fixed", [
+    ("--resume --quickstart", ALL, {"model", "optimizer", "seq_len", "total_batch_size"}),
+    ("--init_from=old --max_steps=0 --val_every=5", ALL, {"model"}),
+    ("--sample --init_from=old", ALL - {f"{x}_every" for x in ("val", "hellaswag", "sample")} - {"max_steps"}, {"model"}),
+    ("--init_from=old --max_steps=9", {"model", "seq_len"}, {"model"}),
 ])  # fmt: skip
-def test_a_heading_says_whether_a_flag_of_a_checkpoint_counts(words, names, tmp_path, monkeypatch):
-    """If so, another one on the command line counts more, or is refused."""
+def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
+    """They count where its run goes on or is judged. Those of the command line count more, but
+    another model is refused, and another optimizer to resume. What that changes is printed."""
     monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
-    saved = {f: unusual(row, 1) for flags in FLAGS.values() for f, row in flags.items()}
-    source = {"args": saved, "step": 3, "dtype": "float32"}
+    rows = {flag: row for flags in FLAGS.values() for flag, row in flags.items()}
+    saved = {flag: unusual(row, 1) for flag, row in rows.items()}
+    source = {"args": saved | {"gone": 1}, "step": 3, "dtype": "float32"}
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
     is_resumed = "--resume" in words
     monkeypatch.setattr(train_gpt2, "list_checkpoints", lambda log_dir: [__file__] * is_resumed)
     argv = words.replace("old", __file__).split()
     args = vars(decide_args(argv)[0])
-    assert args["max_lr"] == (saved["max_lr"] if "RECIPE" in names else 0.123)
-    kept = [getattr(train_gpt2, name) for name in names.split()]
-    fixed = FLAGS[train_gpt2.MODEL].keys() - {"seq_len"}  # a part of its context may be enough
-    if is_resumed:
-        fixed = FLAGS[train_gpt2.MODEL] | FLAGS[train_gpt2.RUN]
-    for heading, flags in FLAGS.items():
-        for flag in flags.keys() - {"log_dir", *re.findall(r"--(\w+)", words)}:
-            assert (args[flag] == saved[flag]) == (heading in kept), flag
-            other = unusual(flags[flag], 2)
-            word = {True: f"--{flag}", False: f"--no-{flag}"}.get(other, f"--{flag}={other}")
-            if flag in fixed:
-                with pytest.raises(UserError, match=f"with {flag} {saved[flag]}, not {other}"):
-                    decide_args([*argv, word])
-            elif heading != train_gpt2.COMMAND:
-                assert vars(decide_args([*argv, word])[0])[flag] == other, flag
+    assert "gone" not in args and ("gone 1 -> None" in capsys.readouterr().out) == is_resumed
+    if kept >= {"max_lr"}:
+        assert args["max_lr"] == saved["max_lr"]
+    else:  # fine-tuning has a tenth of the size's rate
+        assert args["max_lr"] == pytest.approx(0.0123)
+    for flag in rows.keys() - {"log_dir", *re.findall(r"--(\w+)", words)}:
+        assert (args[flag] == saved[flag]) == (flag in kept), flag
+        other = unusual(rows[flag], 2)
+        word = {True: f"--{flag}", False: f"--no-{flag}"}.get(other, f"--{flag}={other}")
+        if flag in fixed:
+            with pytest.raises(UserError, match=f"with {flag} {saved[flag]}, not {other}"):
+                decide_args([*argv, word])
+        elif flag in kept:
+            assert vars(decide_args([*argv, word])[0])[flag] == other, flag
+            is_printed = f"\n{flag} {saved[flag]} -> {other}" in capsys.readouterr().out
+            assert is_printed == is_resumed, flag
 
 
 @pytest.mark.parametrize("device, capability, dtype, precision, hella", [
-    ("cuda:1", (8, 0), "bfloat16", "high", 250), ("cuda:1", (7, 5), "float16", "high", 250),
-    ("cuda:1", (6, 1), "float32", "highest", 250), ("cpu", None, "float32", "highest", 0),
+    ("cuda:1", (8, 0), "bfloat16", "high", True), ("cuda:1", (7, 5), "float16", "high", True),
+    ("cuda:1", (6, 1), "float32", "highest", True), ("cpu", None, "float32", "highest", False),
 ])  # fmt: skip
 def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision, hella):
     """A GPU is that of LOCAL_RANK. float32 is not rounded to TF32. A CPU scores no HellaSwag."""
@@ -94,18 +101,23 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    for given in ({"hellaswag_every": 5}, {"hellaswag_every": 0}, {}):
-        args = defaults(device="auto", **given)
-        assert args.hellaswag_every == given.get("hellaswag_every", hella)
-    assert defaults(device="cpu").hellaswag_every == 0
-    with monkeypatch.context() as loaded:
-        loaded.setattr(train_gpt2, "load_source", lambda name: {"args": {}})
-        assert decide({"sample": True})[0].hellaswag_every == 0, "a sample scores nothing"
-    with monkeypatch.context() as alone:  # without hellaswag.py beside it
-        alone.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")
-        assert defaults(device="auto").hellaswag_every == 0
+    args = defaults(device="auto")
     process = train_gpt2.setup_process(args)
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
+    assert (args.device, args.dtype, args.compile, args.batch_size) == ("auto", "auto", None, 0)
+    nothing = {"val_every": 0, "sample_every": 1, "data_dir": "nowhere", "max_steps": 0}
+    fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples")
+    monkeypatch.setitem(sys.modules, "hellaswag", fake)
+    monkeypatch.setattr(train_gpt2, "get_tokenizer", lambda name: "tokenizer")
+    for given, expected in (
+        ({"hellaswag_every": 5}, True),
+        ({"hellaswag_every": 0}, False),
+        ({}, hella),
+    ):
+        *_, examples = train_gpt2.open_data(defaults(**nothing | given), {}, process)
+        assert (examples == "examples") == expected
+    monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
+    assert train_gpt2.open_data(defaults(**nothing), {}, process)[3] is None
     assert torch.get_float32_matmul_precision() == precision
 
 
@@ -133,9 +145,11 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     """So do the tokens between evaluations. What is given counts, and the rest follows."""
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
-    assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
-    args = defaults(max_steps=max_steps, total_batch_size=2**18, sample_every=7)
-    assert (args.total_batch_size, args.val_every, args.sample_every) == (2**18, 500, 7)
+    assert args.val_every is args.sample_every is args.hellaswag_every is None
+    every = 250 * 2 ** (19 - exponent)
+    assert [train_gpt2.is_due(every + n, None, args) for n in (-1, 0, 1)] == [False, True, False]
+    args = defaults(max_steps=max_steps, total_batch_size=2**18)
+    assert train_gpt2.is_due(500, None, args) and not train_gpt2.is_due(250, None, args)
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
@@ -158,7 +172,7 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     for gib, flags, dtype, world, fitting in [
         (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
         (24, {}, "float16", 1, 17),
-        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {"zero": True}, "bfloat16", 8, 46),
+        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {}, "bfloat16", 8, 44),
     ]:  # fmt: skip
         memory["free"] = gib * 2**30
         gpu = make_process(0, world, device=torch.device("cuda", 0), dtype=dtype)
@@ -218,7 +232,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
 
     assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
-    monkeypatch.setitem(FLAGS[train_gpt2.MODEL], "width", (int, 4, "of the MLP"))
+    monkeypatch.setitem(FLAGS["the data"], "width", (int, 4, "of the MLP"))  # under any heading
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
     assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0

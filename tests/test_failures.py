@@ -11,18 +11,16 @@ from conftest import contents, hook, load, main, read_log, run, state, steps
 import fineweb
 import train_gpt2
 
-
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing, or its gradients alone overflow, as in float16
-@pytest.mark.parametrize("change, zero", [
-    ("* float('nan')", "--no-zero"), ("+ float('inf')", "--no-zero"),
-    ("+ 1e38 * (losses - losses.detach())", "--no-zero"),
-    pytest.param("* float('nan')", "--zero", marks=pytest.mark.slow),
-])  # fmt: skip
-def test_all_processes_skip_an_update_in_which_one_fails(shards, change, zero):
+CHANGES = ["* float('nan')", "+ float('inf')", "+ 1e38 * (losses - losses.detach())"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_processes_skip_an_update_in_which_one_fails(shards, change):
     """Weights and optimizer state stay as they are, and the run goes on."""
     patch = hook(f"if rank == 1 and sum(calls) == 3 and calls[-1]: losses = losses {change}")
-    flags = f"--max_steps 5 --save_every 1 --keep 0 --batch_size 8 {zero}"
+    flags = "--max_steps 5 --save_every 1 --keep 0 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=patch)
     assert status == 0, err
     losses, norms = (read_log()[stream] for stream in ("train", "norm"))
@@ -56,11 +54,10 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     """By an evaluation or a fine-tuning, where torchrun may restart, and where one process fails."""
     assert main("--init_from log --max_steps 0") == 0
     assert main("--overwrite --max_steps 1 --log_dir new --init_from log") == 0
-    message = "torchrun could repeat --overwrite: use --resume"
-    for name in ("TORCHELASTIC_MAX_RESTARTS", "LOCAL_WORLD_SIZE"):  # or on several machines
-        with monkeypatch.context() as torchrun:
-            torchrun.setenv(name, "3")
-            assert refused(message, "--max_steps 4 --overwrite")
+    with monkeypatch.context() as torchrun:
+        torchrun.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+        message = "torchrun could repeat --overwrite: use --resume"
+        assert refused(message, "--max_steps 4 --overwrite")
     patch = "if rank == 1: train_gpt2.make_state = lambda *_: 1 / 0"  # the last thing that can fail
     status, _, err = run("--max_steps 1 --batch_size 8 --overwrite", processes=2, patch=patch)
     assert status != 0 and "ZeroDivisionError" in err
@@ -70,14 +67,14 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert list(read_log()["train"]) == [0]
 
 
-def test_the_quickstart_alone_replaces_its_run(shards, monkeypatch, refused):
-    """With --resume it continues that run, and with any other flag it needs --overwrite."""
+def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused):
+    """With --resume it goes on, and it needs --overwrite to start over."""
     monkeypatch.setattr(fineweb, "main", lambda argv: None)
     small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
     monkeypatch.setattr(train_gpt2, "QUICKSTART", train_gpt2.QUICKSTART | small)
-    for more, expected in (([], 2), (["--resume", "--max_steps", "3"], 3), ([], 2)):
+    for more, expected in (("", 2), ("--resume --max_steps 3", 3), ("--overwrite", 2)):
         with pytest.raises(SystemExit, match=r"^0$"):
-            train_gpt2.main(["--quickstart", *more])
+            train_gpt2.main(["--quickstart", *more.split()])
         assert len(read_log("log/quickstart")["train"]) == expected
     assert refused("log/quickstart holds a run", "--quickstart")
     monkeypatch.setattr(fineweb, "main", lambda argv: 1 / 0)  # a sample needs no data
@@ -122,8 +119,8 @@ SMALL_DISK = FULL_DISK.replace("50_000", "150")
 
 
 @pytest.mark.parametrize("patch, every, message", [
-    (hook(GONE), 1000, ""), (hook(GONE + "; open('log', 'w')"), 1000, "model_00004.pt cannot be written: "),
-    (SMALL_DISK, 0, "log.txt cannot be written: OSError(27, 'File too large')"),
+    (hook(GONE), 1000, ""), (hook(GONE + "; open('log', 'w')"), 1000, "File exists: 'log'"),
+    (SMALL_DISK, 0, "[Errno 27] File too large"),
 ])  # fmt: skip
 def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message):
     """At any time, in one line. A folder that has vanished is made again for the last checkpoint."""
@@ -132,22 +129,20 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
     assert steps() == ([] if message else [4])
 
 
-@pytest.mark.parametrize("what", ["HellaSwag", "hella.jsonl", "tokenizer", "transformers"])
-def test_what_cannot_be_downloaded_or_read_deletes_nothing(old, shards, monkeypatch, refused, what):
+@pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
+def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, what):
     """A run with --overwrite on a machine without network leaves the old one as it is."""
     fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded"))
     flags = "--overwrite --max_steps 4"
-    (shards / "hella.jsonl").write_text("{}")
-    if what.lower().startswith("hella"):
+    if what == "HellaSwag":
         flags += " --hellaswag_every 4"
-        monkeypatch.setattr("hellaswag.fetch", {"HellaSwag": fail}.get(what, lambda: shards / what))
+        monkeypatch.setattr("hellaswag.fetch", fail)
     elif what == "tokenizer":
         flags += " --sample_every 4"
         for name in ("tiktoken.Encoding", "tiktoken.get_encoding"):
             monkeypatch.setattr(name, fail)
     else:
         flags += " --init_from gpt2"
-        monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fail)
-    message = "HellaSwag cannot be loaded" if what == "hella.jsonl" else f"{what} cannot be"
-    assert refused(message, flags)
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
+    assert refused(f"{what} cannot be downloaded", flags)
     assert contents("log") == old

@@ -1,4 +1,4 @@
-"""Promise 2: one process and several (DDP, --zero) make one run, and continue its checkpoints."""
+"""Promise 2: one process and several (DDP and ZeRO) make one run, and continue its checkpoints."""
 
 import os
 import re
@@ -10,8 +10,10 @@ from pathlib import Path
 import conftest
 import pytest
 import torch
-from conftest import ROOT, contents, hook, host, leaves, load, main, read_log, run, words
+from conftest import ROOT, SMALL, contents, hook, host, leaves, load, main, read_log, run, words
 from test_hellaswag import make_examples, write
+
+from train_gpt2 import GPT
 
 slow = pytest.mark.slow
 
@@ -62,18 +64,17 @@ train_gpt2.choose_batch_size = choose
 """
 
 
-@pytest.mark.parametrize("optimizer, processes, zero, B", [
-    ("adamw", 1, "", 3), ("adamw", 2, "", 4), ("adamw", 3, "", 16), ("muon", 2, "--zero", 4),
+@pytest.mark.parametrize("optimizer, processes, B", [
+    ("adamw", 1, 3), ("adamw", 2, 4), ("adamw", 3, 16), ("muon", 2, 4),
     *(pytest.param(*case, marks=slow) for case in [
-        ("adamw", 2, "--zero", 4), ("adamw", 3, "--zero", 6), ("adamw", 3, "--zero", 2),
-        ("adamw", 5, "", 2), ("adamw", 7, "", 1), ("muon", 2, "--zero", 3), ("muon", 3, "", 4)])
+        ("adamw", 3, 2), ("adamw", 5, 2), ("adamw", 7, 1), ("muon", 2, 3), ("muon", 3, 4)])
 ])  # fmt: skip
-def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processes, zero, B):
+def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processes, B):
     """Also where they divide neither a step nor the validation, and B and folders' names differ."""
     # Muon's rate is 0.1 here, so that roundings grow 50 times in 20 steps
     flags = {"adamw": "--optimizer adamw --max_lr 6e-4", "muon": "--optimizer muon"}[optimizer]
     one, samples = start(1, flags)
-    found, its_samples = start(processes, f"{flags} --batch_size {B} {zero}", also=OWN)
+    found, its_samples = start(processes, f"{flags} --batch_size {B}", also=OWN)
     logs = read_log(one), read_log(found)
     assert list(logs[0]["val"]) == [0, 10, 20] and list(logs[0]["hella"]) == [10, 20]
     assert_close(*logs, tolerance={"adamw": 5e-6, "muon": 2e-3}[optimizer])
@@ -86,14 +87,13 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
 
 
 @slow
-def test_a_checkpoint_crosses_between_stages_and_numbers_of_processes(shards):
+def test_a_checkpoint_crosses_between_numbers_of_processes(shards):
     """Each part of the run is made by other processes than the one before."""
     flags = "--optimizer muon --schedule constant --resume --max_lr 0.02 --warmup_steps 0"
     flags += " --val_every 1 --batch_size 4 --max_steps"
     assert main(flags, 12, "--log_dir a") == 0
-    stages = ((3, 3, ""), (5, 2, ""), (7, 1, ""), (9, 3, "--zero"), (12, 2, "--zero"))
-    for n, processes, zero in stages:
-        status, _, err = run(flags, n, f"--log_dir b {zero}", processes=processes)
+    for n, processes in ((3, 3), (5, 2), (7, 1), (9, 3), (12, 2)):
+        status, _, err = run(flags, n, "--log_dir b", processes=processes)
         assert status == 0 and max(read_log("b")["train"]) == n - 1, err
     assert_close(read_log("a"), read_log("b"))
 
@@ -120,21 +120,29 @@ def test_a_gpu_trains_as_it_would_without_compile_kernel_and_caches(start, optim
     assert read_log(one) == read_log(half)
 
 
-SHARDED = """
-def check(model):
-    print("data:", {type(p.data).__name__ for p in model.transformer.h.parameters()}, flush=True)
-def draw(self, *args, draw=train_gpt2.GPT.init_weights):
-    check(self)
-    draw(self, *args)
-train_gpt2.GPT.init_weights = draw
+DIVIDED = """
+def check(optimizers, *args, update=train_gpt2.update_weights):
+    update(optimizers, *args)
+    held = {p for optimizer in optimizers for p in optimizer.state}
+    print("holds:", sum(p.numel() for p in held), len(held), flush=True)
+train_gpt2.update_weights = check
 """
 
 
-def test_a_sharded_model_is_never_whole(shards):
-    """Its weights are sharded, as DTensors, before they are drawn and after blocks have computed."""
-    patch = SHARDED + hook("check(self)")
-    status, out, err = run("--max_steps 1 --val_every 0 --zero", processes=2, patch=patch)
-    assert status == 0 and re.findall("data: (.*)", out) == ["{'DTensor'}"] * 4, (out, err)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_each_process_holds_a_part_of_the_optimizers_state(shards, optimizer):
+    """Of one parameter in one process. Where state was loaded, too."""
+    flags = f"--optimizer {optimizer} --val_every 0 --resume --max_steps"
+    assert main(flags, 1) == 0
+    model = GPT(SMALL, seed=None)
+    for n in (2, 3):
+        status, out, err = run(flags, n, processes=2, patch=DIVIDED)
+        held = [[int(x) for x in pair] for pair in re.findall("holds: (.*) (.*)", out)]
+        assert status == 0 and len(held) == 2, err
+        numbers, tensors = zip(*held, strict=True)
+        assert sum(numbers) == sum(p.numel() for p in model.parameters())
+        assert sum(tensors) == len([*model.parameters()])
+        assert max(numbers) < 0.7 * sum(numbers), numbers
 
 
 NOTING = """
@@ -173,25 +181,25 @@ def test_one_process_makes_or_downloads_what_all_need(shards):
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
 
 
-DIFFERENCES = {
-    "step: [2, 0]": "train_gpt2.list_checkpoints = lambda log_dir: []",
-    "max_lr: [0.01, 0.02]": "flags += ['--max_lr', '0.02']",
-    "precision: ['float32', 'bfloat16']": "flags += ['--dtype', 'bfloat16']",
-    "shards: [[{'test_train_000001.npy'": "flags += ['--data_dir', 'other']",
-}
+DIFFERENCES = [
+    "train_gpt2.list_checkpoints = lambda log_dir: []",
+    "flags += ['--max_lr', '0.02']",
+    "flags += ['--dtype', 'bfloat16']",
+    "flags += ['--data_dir', 'other']",
+]
 
 
-@pytest.mark.parametrize("message", DIFFERENCES)
-def test_processes_that_differ_stop(shards, message):
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_processes_that_differ_stop(shards, difference):
     """In one line, before anything is changed. (--resume itself ignores another validation set.)"""
     conftest.write_shards(Path("other"), val=998)
     assert main("--max_steps 2") == 0
     before = contents("log")
-    patch = f"if rank == 1: {DIFFERENCES[message]}"
+    patch = f"if rank == 1: {difference}"
     status, out, err = run("--batch_size 8 --max_steps 4 --resume", processes=2, patch=patch)
     assert status == 2 and "loss" not in out
     (line,) = {*err.splitlines()}
-    assert line.startswith(f"train_gpt2.py: processes differ in {message}")
+    assert line.startswith("train_gpt2.py: the processes differ in checkpoint, precision, ")
     assert contents("log") == before
 
 
@@ -204,9 +212,9 @@ def check(status, end=os._exit):
     print("ended by", sys._getframe(1).f_globals["__name__"], flush=True)
     end(status if os.path.exists("log/model_00001.pt") else 77)
 os.replace, os._exit = rename_late, check
-def init(*args, start=torch.distributed.init_process_group):
-    print("waits", args[2])
-    start(*args)
+def init(*args, start=torch.distributed.init_process_group, **options):
+    print("waits", options["timeout"])
+    start(*args, **options)
 torch.distributed.init_process_group = init
 """
 

@@ -81,10 +81,7 @@ ROWS = [
     ),
     Row(
         "padded vocabulary",
-        [
-            ("# Pad 50257 to", "padded_vocab_size = math.ceil"),
-            ("value[self.config.vocab_size", "value[self.conf"),
-        ],
+        [("# Pad 50257 to", "padded_vocab_size = math.ceil")],
         edits=(("math.ceil(config.vocab_size / 128) * 128", "config.vocab_size"),),
     ),
     Row(
@@ -128,7 +125,7 @@ ROWS = [
     ),
     Row(
         "q, k and v apart in Muon",
-        [("# q, k and v apart", "matrices += updates[p].split")],
+        [("# q, k and v apart", "matrices += p.grad.split")],
         base=MUON,
         edits=(('group.get("split_sizes", len(p))', "len(p)"),),
         measures="both",
@@ -175,7 +172,7 @@ ROWS = [
     ),
     Row(
         "gradient clipping",
-        [("if norm > args.grad_clip", "clip_grads_with_norm_")],
+        [("if args.grad_clip > 0 and norm", "clip_grads_with_norm_")],
         "--grad_clip 0",
         measures="loss",
     ),

@@ -208,20 +208,6 @@ def table_scaling() -> list:
     return table
 
 
-def table_zero() -> list:
-    """Two GPUs that train without and with --zero."""
-    table = [["flags", "ms a step", "GiB a GPU", "training loss of steps 1, 20, 35", "measured"]]
-    rows = [row for row in load("zero") if "script" not in row["case"]]
-    for case in unique(rows, "flags"):
-        own = newest([row for row in rows if case.items() <= row["case"].items()])
-        losses = {row["case"].get("step"): row["value"] for row in own}
-        ms, peak = (median(values("zero", unit=unit, **case), "{:.1f}") for unit in ("ms", "GiB"))
-        flags = f"`{case['flags']}`" if case["flags"] else ""
-        found = ", ".join(f"{losses[step]:.4f}" for step in (1, 20, 35))
-        table.append([flags, ms, peak, found, source(own)])
-    return table
-
-
 def table_tokenize() -> list:
     """fineweb.py beside tiktoken alone."""
     table = [["cores", "from", "tokens a second", "of tiktoken alone", "GiB", "measured"]]
