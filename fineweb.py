@@ -1,13 +1,13 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["datasets", "numpy", "tiktoken", "tqdm"]
+# dependencies = ["datasets", "numpy", "tiktoken", "tokenizers", "tqdm"]
 # ///
 """Turn documents into shards of tokens for train_gpt2.py: exact, on every core, safe to kill.
 
 python fineweb.py                                       # FineWeb-Edu, 10B tokens: edu_fineweb10B/
 python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files, globs
+python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer made from the texts
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
-python fineweb.py --name sample-100BT --part 3/128 --out big   # one of 128 parts of the files
 
 A folder stands for all files in it but hidden and binary ones. A row of a .jsonl, .json, .csv,
 .tsv or .parquet file is a document; any other file is text in UTF-8, and one document, unless lines
@@ -44,12 +44,17 @@ FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
 META_VERSION = 9  # raised whenever a folder of an older version cannot be continued
 OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
-OPTIONS += ("val_share", "parts")  # all that the shards depend on, beside the files
+OPTIONS += ("val_share",)  # all that the shards depend on, beside the files
 # Lines between documents of a text. The search is fast because the pattern begins with letters
 MARK = re.compile(r"<\|endoftext\|>(?<!.<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
 DATA = re.compile(r"(?i)\.(parquet|jsonl?|csv|tsv|gz|xz|zst)$")  # endings of what is not plain text
 BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
 GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
+SAMPLE_SIZE = 2**25  # bytes of text to train a tokenizer: Chinese takes 3 GB and a minute
+# GPT-2's pattern of a word, but with the marks in it, such as vowels of Hindi, Thai or Arabic.
+# A token is in a word. None has more than 64 characters, because DNA and Chinese have no blanks
+WORD = r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]{1,64}| ?\p{N}{1,64}| ?[^\s\p{L}\p{M}\p{N}]{1,64}"
+WORD += r"|\s{1,64}(?!\S)|\s"
 ADVICE = "undo this, choose another --out, or delete the folder to start over"
 
 
@@ -84,11 +89,13 @@ def write_file(path: str, content: bytes) -> None:
 
 
 @lru_cache
-def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """Return the tokenizer: "gpt2", or "bytes" (a token is a byte, <|endoftext|> is 256)."""
-    if name == "bytes":  # they never merge, so the pattern may split a text anywhere
-        ranks = {bytes([byte]): byte for byte in range(256)}
-        rest = {"pat_str": "(?s).{1,64}", "special_tokens": {"<|endoftext|>": 256}}
+def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
+    """Return GPT-2's tokenizer, or one of bytes and the tokens that follow its name, in hex."""
+    name, *others = tokenizer.split()
+    if others or name == "bytes":  # <|endoftext|> comes last
+        tokens = [bytes([byte]) for byte in range(256)] + [*map(bytes.fromhex, others)]
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        rest = {"pat_str": WORD, "special_tokens": {"<|endoftext|>": len(tokens)}}
         return tiktoken.Encoding(name, mergeable_ranks=ranks, **rest)
     files = "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
     files += "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in the folder TIKTOKEN_CACHE_DIR"
@@ -102,10 +109,10 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 # continues the document before it, or is empty. The others are documents, or None: a row without.
 
 
-def list_files(args: argparse.Namespace, metas: dict[str, dict]) -> dict[str, list]:
+def list_files(args: argparse.Namespace, old: dict) -> dict[str, list]:
     """Return the dataset's files in order: {address: [size, what changes with the content]}."""
-    if args.dataset and metas:  # with the commit, or the version of Python, as at the beginning
-        return next(iter(metas.values())).get("files", {})
+    if args.dataset and old:  # with the commit, or the version of Python, as at the beginning
+        return old.get("files", {})
     if args.dataset == "pydocs":
         return {"pydocs": [1, sys.version.split()[0]]}
     if args.dataset:
@@ -223,7 +230,9 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
 
 
 def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a .jsonl file, or of a .json file that has a record on each line too."""
+    """Yield the batches of a file with a record on each line, or of an array, read at once."""
+    if file.peek(99).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # its rows become lines
+        file = io.BytesIO("\n".join(map(json.dumps, json.load(file))).encode())
     number = 1
     while lines := file.readlines(BATCH_SIZE):
         yield partial(parse_lines, lines, number, text_key)
@@ -232,7 +241,7 @@ def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
 
 def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str | None]:
     """Return the texts of the lines that are not blank. `first` is the number of the first line."""
-    expected = f'expected lines like {{"{text_key}": "..."}} (--text_key; jq -c .[] splits arrays)'
+    expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
     texts = [""]
     for number, line in enumerate(lines, first):
         if not line.isspace():
@@ -290,6 +299,59 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
     for child in node.body:
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from find_docstrings(child, f"{name}.{child.name}")
+
+
+# ---- a tokenizer of one's own --------------------------------------------------------------------
+
+
+def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
+    """Return what get_tokenizer takes: a name, the tokenizer of other shards, or a new one."""
+    if args.tokenizer.isdecimal():
+        return train_tokenizer(files, args.text_key, int(args.tokenizer))
+    if args.tokenizer in ("gpt2", "bytes"):
+        return args.tokenizer
+    path = Path(args.tokenizer, "meta.json")
+    require(
+        path.exists(), f"--tokenizer {args.tokenizer}: expected gpt2, bytes, a number or shards"
+    )
+    with naming(f"{path} names no tokenizer"):
+        return json.loads(path.read_bytes())["tokenizer"]
+
+
+def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
+    """Yield all texts or, of more than SAMPLE_SIZE bytes, a sample that is spread over all."""
+    size = 0
+    for (_, share), address, batch in read_batches(files, text_key, [0, 0]):
+        if size <= share * SAMPLE_SIZE:  # the sample has no more than its share of what was read
+            with naming(address):
+                for text in filter(None, batch()):
+                    size += len(text.encode())
+                    yield from cut(text)
+
+
+def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
+    """Return a byte-level BPE tokenizer: its name, then its tokens beyond the bytes, in hex."""
+    from tokenizers import Regex, Tokenizer, models, trainers
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    print(f"training a tokenizer of {size} tokens, which takes up to a minute", flush=True)
+    bpe = Tokenizer(models.BPE())
+    words = Split(Regex(WORD), "isolated")
+    bpe.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    alphabet = sorted(ByteLevel.alphabet())  # of 256 characters, which stand for the bytes
+    rest = {"initial_alphabet": alphabet, "min_frequency": 2, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=size - 1, **rest)  # <|endoftext|> is the last one
+    bpe.train_from_iterator(sample_texts(files, text_key), trainer)
+    # Visible bytes stand for themselves, and characters from U+0100 on for the others, in order
+    visible = [ord(c) for c in alphabet if c < "\u0100"]
+    byte_of = dict(zip(alphabet, visible + sorted({*range(256)} - {*visible}), strict=True))
+    vocabulary = bpe.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)[256:]
+    count = len(tokens) + 257
+    if count < size:
+        print(f"it has only {count}: no other two tokens follow each other twice in words")
+    tokens = " ".join(bytes(byte_of[c] for c in token).hex() for token in tokens)
+    return f"bpe-{count}-{hashlib.sha256(tokens.encode()).hexdigest()[:6]} {tokens}"
 
 
 # ---- from batches to tokens ----------------------------------------------------------------------
@@ -395,16 +457,16 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
     """Fill chunk after chunk from the position in meta.json on."""
     if meta["progress"]["chunks"] == 0:  # the folder is tried before hours of work
         os.makedirs(args.out, exist_ok=True)
-        write_file(args.meta_path, json.dumps(meta, indent=1).encode())
-    files = dict(list(meta["files"].items())[args.part - 1 :: args.parts])
+        write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
     position = meta["progress"]["position"]
     nulls = meta["rows_without_text"]
-    total = count_tokens(meta)  # tokens of this part so far
+    total = count_tokens(meta)  # so far
     budget = args.max_tokens or sys.maxsize
     chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
     start = position[2]  # tokens of the first batch that are in a chunk already
     changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
-    batches = tokenize(read_batches(files, args.text_key, position), args.tokenizer, args.workers)
+    batches = read_batches(meta["files"], args.text_key, position)
+    batches = tokenize(batches, meta["tokenizer"], args.workers)
     bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)  # on a terminal only
     with bar, ThreadPoolExecutor(1) as writer:
         saved = writer.submit(int)  # the chunk before: at first none, and int() returns
@@ -439,7 +501,7 @@ def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list 
     chunks = meta["progress"]["chunks"]
     for split, chosen in (("val", is_val), ("train", ~is_val)):
         if chosen.any():
-            name = f"{split}{args.suffix}_{chunks:06d}.npy"
+            name = f"{split}_{chunks:06d}.npy"
             shard = io.BytesIO()
             np.save(shard, tokens[chosen])
             write_file(f"{args.out}/{name}", shard.getvalue())
@@ -447,7 +509,7 @@ def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list 
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
     meta["progress"] = {"chunks": chunks + 1, "position": position, "done": position is None}
     meta["rows_without_text"] = nulls
-    write_file(args.meta_path, json.dumps(meta, indent=1).encode())
+    write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
 
 
 def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
@@ -457,8 +519,7 @@ def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) 
     is_val = np.zeros(len(tokens), dtype=bool)
     val = count_tokens(meta, "val")
     total = count_tokens(meta)
-    # Only the first part has validation: no part knows how many tokens the others will have
-    limit = args.val_tokens if args.part == 1 and args.val_share > 0 else 0
+    limit = args.val_tokens if args.val_share > 0 else 0
     ends = np.append(np.flatnonzero(tokens == meta["eot"]), len(tokens))  # of documents
     start = 0
     for end in ends.tolist():
@@ -480,38 +541,37 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    # List the shards first: meanwhile another part may write its meta.json and then its shards
     shards = list(Path(args.out).glob("*.npy"))
-    metas = {}  # one of each part. Without shards, nothing was made yet
-    for path in sorted(Path(args.out).glob("meta[.-]*json")) if shards else []:
+    path = Path(args.out, "meta.json")
+    found = {}
+    if shards:  # without, nothing was made yet
+        require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
         with naming(f"{path} is damaged: delete the folder to start over"):
-            metas[f"{args.out}/{path.name}"] = json.loads(path.read_bytes())
+            found = json.loads(path.read_bytes())
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
-    files = list_files(args, metas)
-    for path, meta in metas.items():  # of the other parts too: training reads all as one dataset
+    files = list_files(args, found)
+    if found:
         for key, new in options.items():
-            old = meta.get("options", {}).get(key)
+            old = found.get("options", {}).get(key)
             require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
         # Files that were read to their end must be there, in this order, under whatever names
-        position = meta["progress"]["position"] or [None]  # None: all were read
-        part = slice(meta["part"] - 1, None, args.parts)
-        before, now = (list(x.items())[part][: position[0]] for x in (meta["files"], files))
+        position = found["progress"]["position"] or [None]  # None: all were read
+        before, now = (list(x.items())[: position[0]] for x in (found["files"], files))
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
             require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
-    require(args.parts <= len(files), f"found {len(files)} files: too few (--part)")
-    require(metas or not shards, f"{args.out} holds shards, but no meta.json: choose another --out")
-    enc = get_tokenizer(args.tokenizer)
+    require(files, "found no file that is text")
+    tokenizer = found.get("tokenizer") or choose_tokenizer(args, files)
+    enc = get_tokenizer(tokenizer)
     meta = {
-        "tokenizer": args.tokenizer,  # this and the next two are for the trainer
+        "tokenizer": tokenizer,  # this and the next two are for the trainer
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "options": options,  # every start compares them
-        "part": args.part,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
         "progress": {"chunks": 0, "position": [0, 0, 0, ""], "done": False},
         "rows_without_text": 0,
     }
-    meta |= metas.get(args.meta_path, {})
+    meta |= found
     meta["files"] = files  # every start compares those that were read
     for name, shard in meta["shards"].items():
         with naming(f"{args.out}/{name} is not as it was: put it back, or delete the folder"):
@@ -526,21 +586,26 @@ def find_meta(args: argparse.Namespace) -> dict:
 def suggest(args: argparse.Namespace, meta: dict) -> str:
     """Return the next command, for this amount of text."""
     command = f"python train_gpt2.py --data_dir {shlex.quote(args.out)}"
-    if args.parts > 1:
-        return f"when all {args.parts} parts are done: {command}"
     train = count_tokens(meta, "train")
     if args.tokenizer == "gpt2" and train >= 2.5e9:
         return f"next: {command}"
     command += " --val_every 0" * (count_tokens(meta, "val") == 0)  # --val_share is 0
     command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
-    if args.tokenizer == "bytes":
+    if meta["vocab_size"] <= 2**13:  # few enough for a CPU
         return f'next: {command} --quickstart --prompt "The "'
     command += " --optimizer muon"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
         return f"next: {command} --max_steps {round((4 * train / 27.5) ** 0.5)}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
-    return f"next, on a GPU (without one, use --tokenizer bytes and another --out): {command}"
+    return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {command}"
+
+
+def measure_tokens(args: argparse.Namespace, meta: dict) -> float:
+    """Return how many bytes a token has, at the beginning of the first shard."""
+    tokens = np.load(Path(args.out, next(iter(meta["shards"]))), mmap_mode="r")[: 10**6]
+    text = get_tokenizer(meta["tokenizer"]).decode_bytes(tokens[tokens != meta["eot"]].tolist())
+    return len(text) / len(tokens)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -553,13 +618,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
     add("--files", nargs="+", metavar="PATH", help="files, globs, folders")
     add("--text_key", default="text", help="key or column of the texts (default %(default)s)")
-    add("--tokenizer", choices=["gpt2", "bytes"], help="default gpt2; on a CPU, use bytes")
+    add("--tokenizer", help="gpt2 (default), bytes, a size to train one, or shards that have one")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
     add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
     add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
-    add("--max_tokens", type=int, help="stop after this many tokens (of each part)")
-    add("--part", default="1/1", metavar="I/N", help="the I-th of N parts of the data's files")
+    add("--max_tokens", type=int, help="stop after this many tokens")
     add("--workers", type=int, help="processes (default: 1 per core, from the hub 1.5)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
@@ -567,12 +631,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
     args.out = os.path.expanduser(args.out or FOLDERS.get((args.dataset, args.name), ""))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
-    part = re.fullmatch(r"([1-9]\d*)/(\d+)", args.part)  # 3/128
-    require(part and int(part[1]) <= int(part[2]), f"--part {args.part}: expected I/N, as in 3/128")
-    args.part, args.parts = map(int, part.groups())
-    args.suffix = f"-{args.part:03d}-of-{args.parts:03d}" * (args.parts > 1)
-    args.meta_path = f"{args.out}/meta{args.suffix}.json"
     args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
+    if args.tokenizer.isdecimal():
+        require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
     if args.workers is None:
         # A job may use some cores only. While a worker waits for the hub, another can use its core
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -601,12 +662,17 @@ def main(argv: list[str] | None = None) -> None:
             print(f"making {args.out}: if interrupted, the same command continues{hub}", flush=True)
             write_shards(args, meta)
         train = count_tokens(meta, "train")
-        require(train or args.parts > 1, "no training tokens: more files, or a lower --val_share?")
+        require(train, "no training tokens: more files, or a lower --val_share?")
         if nulls := meta["rows_without_text"]:
             print(f"{nulls:,} row(s) had no text")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 100_000:  # 0.4 MB of text for GPT-2's tokenizer
             print("these are too few to learn from: a model needs 100,000 or more")
+        if meta["shards"] and args.tokenizer != "bytes":
+            size = measure_tokens(args, meta)
+            print(f"a token has {size:.2f} bytes")
+            if args.tokenizer == "gpt2" and size < 3:
+                print("GPT-2's tokens fit them badly: try --tokenizer 16384 and another --out")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta))
     except (UserError, OSError) as error:

@@ -201,7 +201,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
     for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
         assert main("--max_steps 0 --data_dir data --init_from", source) == 0
-        assert f"step     0/0 | val loss: {loss:.4f}\n" in capsys.readouterr().out, source
+        assert f"step     0/0 | val loss: {loss:.4f} | bits" in capsys.readouterr().out, source
         flags = "--data_dir data --log_dir b --overwrite --max_steps 2 --init_from"
         assert main(flags, source) == 0
         log = read_log("b")

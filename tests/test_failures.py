@@ -102,7 +102,7 @@ def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
     assert main(flags) == 0 and steps() == [2, 4]
 
 
-@pytest.mark.parametrize("name, begun", [("train_000002", ["val", "train"]), ("val_000000", [])])
+@pytest.mark.parametrize("name, begun", [("train_000002", ["val", "bpb"]), ("val_000000", [])])
 def test_a_token_beyond_the_vocabulary_ends_the_run(shards, refused, name, begun):
     """Where it is read. On a GPU it would be an assertion of the device that names nothing."""
     tokens = np.load(shards / f"test_{name}.npy")

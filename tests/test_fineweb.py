@@ -26,6 +26,7 @@ from unittest.mock import ANY, DEFAULT, Mock, patch
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 from conftest import ROOT, contents, needs_data
 from fsspec.spec import AbstractBufferedFile
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ from pyarrow import parquet
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import fineweb
+import train_gpt2
 
 exact = settings(deadline=None, derandomize=True, database=None)
 
@@ -254,35 +256,6 @@ def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch
     assert contents(build(None, out, *OPTIONS)) == contents(whole)
 
 
-def test_parts_in_any_order_hold_every_file_of_a_commit_once(tmp_path, monkeypatch):
-    """Part I has the files I, I + N, ...; part 1 has all validation; other parts are refused."""
-    documents, out = publish("aaa", tmp_path, monkeypatch), tmp_path / "out"
-    find_on_hub = fineweb.find_on_hub
-
-    def find_slowly(*args):
-        """Let part 1 start and end while part 3 asks the hub, which takes seconds."""
-        monkeypatch.setattr(fineweb, "find_on_hub", find_on_hub)
-        build(None, out, *OPTIONS, "--part", "1/3")
-        return find_on_hub(*args)
-
-    monkeypatch.setattr(fineweb, "find_on_hub", find_slowly)
-    build(None, out, *OPTIONS, "--part", "3/3")
-    publish("bbb", tmp_path, monkeypatch)
-    build(None, out, *OPTIONS, "--part", "2/3")
-    assert_whole(out)
-    for part in (1, 2, 3):
-        tokens = to_tokens([text for texts in documents[part - 1 :: 3] for text in texts])
-        train, val = (read_split(out, f"{split}-00{part}-of-003_") for split in ("train", "val"))
-        assert sorted(train + val) == sorted(tokens) and bool(val) == (part == 1)
-        assert part == 1 or train == tokens
-    assert "parts 3" in refuse(None, out, *OPTIONS, "--part", "2/4")
-    assert "parts 3" in refuse(None, out, *OPTIONS)
-    other = build(None, tmp_path / "other", *OPTIONS, "--part", "2/3")
-    for path in other.glob("*"):  # two commits in one folder
-        path.replace(out / path.name)
-    assert "@aaa" in refuse(None, out, *OPTIONS, "--part", "1/3")
-
-
 class Hub(BaseHTTPRequestHandler):
     """Answer what fineweb.py asks the hub, with files {name: content} and events {read: event}."""
 
@@ -452,6 +425,95 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named_with_its_files(monkeypat
         assert f" {name} as {sha1} " in str(error.value)
 
 
+WORDS = [
+    "नमस्ते",
+    "दुनिया",
+    "שָׁלוֹם",
+    "สวัสดี",
+    "über",
+    "the",
+    "<|endoftext|>",
+    "漢字",
+    "ACGT" * 99,
+    "'s",
+    "12",
+]
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> tuple:
+    """Return documents in many languages, and shards with a tokenizer that they made."""
+    folder = tmp_path_factory.mktemp("own")
+    texts = [" ".join(random.Random(i).choices(WORDS, k=99)) + "\n" for i in range(99)]
+    write_jsonl(folder / "a.jsonl", texts)
+    return folder / "a.jsonl", texts, build(folder / "a.jsonl", folder / "out", "--tokenizer", 330)
+
+
+def test_a_tokenizer_is_made_from_the_texts(own, tmp_path):
+    """It keeps marks in their words. Its tokens are those of the library that trains it."""
+    files, texts, out = own
+    meta = read_meta(out)
+    enc = fineweb.get_tokenizer(meta["tokenizer"])
+    assert re.match(r"bpe-330-[0-9a-f]{6} ", meta["tokenizer"])
+    assert meta["vocab_size"] == enc.n_vocab == 330 and meta["eot"] == enc.eot_token == 329
+    assert enc.decode_tokens_bytes(range(256)) == [bytes([i]) for i in range(256)]
+    assert len(enc.encode(" नमस्ते")) == len(enc.encode(" दुनिया")) == 1
+    documents = {tuple(enc.encode_ordinary(text)) for text in texts}
+    tokens = read_split(
+        build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0), "train"
+    )
+    starts = [i for i, token in enumerate(tokens) if token == 329]
+    assert {
+        tuple(tokens[i + 1 : j]) for i, j in zip(starts, [*starts[1:], len(tokens)], strict=True)
+    } == documents
+    train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer=meta["tokenizer"]), str(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    rng = random.Random(0)
+    spellings = enc.decode_tokens_bytes(range(330))
+    for _ in range(2000):
+        pieces = rng.choices([*spellings, *WORDS, chr(rng.randrange(0xD800))], k=rng.randrange(40))
+        text = b"".join(x if isinstance(x, bytes) else x.encode() for x in pieces).decode(
+            errors="replace"
+        )
+        assert theirs.encode(text).ids == enc.encode(text, allowed_special="all")
+        assert enc.decode(enc.encode_ordinary(text)) == text
+
+
+def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
+    """With other workers, after a kill, and for more texts. Few texts make a small one."""
+    files, texts, out = own
+    options = ("--tokenizer", 330, "--shard_size", 2500, "--workers")
+    unbroken = build(files, tmp_path / "unbroken", *options, 1)
+    with patch.object(fineweb, "train_tokenizer", wraps=fineweb.train_tokenizer) as training:
+        for chunks in (0, 2):
+            begin(chunks, files, tmp_path / "killed", *options, 2)
+        build(files, tmp_path / "killed", *options, 2)
+    assert training.call_count == 2, "the second start found no shard, and the third found some"
+    assert contents(tmp_path / "killed") == contents(unbroken)
+    more = write_jsonl(tmp_path / "more.jsonl", texts[:9])
+    build(more, tmp_path / "more", "--tokenizer", out)
+    assert read_meta(tmp_path / "more")["tokenizer"] == read_meta(out)["tokenizer"]
+    assert "has tokenizer 330, not 500" in refuse(files, out, "--tokenizer", 500)
+    small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99)
+    build(small, tmp_path / "small", "--tokenizer", 65536)
+    assert "it has only 259: " in capsys.readouterr().out, "ab, abab"
+    assert read_meta(tmp_path / "small")["vocab_size"] == 259
+
+
+def test_the_sample_comes_from_all_files(tmp_path):
+    """From each its share, or all of the text if it is short."""
+    for name, rows in (("a", 900), ("b", 90), ("c", 10)):
+        write_jsonl(tmp_path / f"{name}.jsonl", [name * 100] * rows)
+    files = {str(path): [path.stat().st_size, ""] for path in sorted(tmp_path.iterdir())}
+    counts = {}
+    for size in (10**4, 10**6):
+        with patch.multiple(fineweb, SAMPLE_SIZE=size, BATCH_SIZE=200):
+            texts = [*fineweb.sample_texts(files, "text")]
+        counts[size] = [sum(text[0] == name for text in texts) for name in "abc"]
+    assert counts == {10**4: ANY, 10**6: [900, 90, 10]}
+    assert 85 <= counts[10**4][0] <= 95 and 5 <= counts[10**4][1] <= 13 and counts[10**4][2] >= 1
+
+
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
 # The mark is characters in a text, but a border between documents on a line of its own
 MARKS = ["<|endoftext|>", *(f"{a}\n<|endoftext|>{b}\n" for a in ("", "\r") for b in ("", "\r"))]
@@ -599,8 +661,9 @@ def test_out_is_tried_before_the_work(tmp_path, monkeypatch):
 
 
 GOOD = b'{"text": "a"}\n'
-WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; --part 0/3; --part 4/3; --part 2/2; "
-WRONG += "--val_share 10; --workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4"
+WRONG = "--out; --files nowhere.jsonl; --dataset pydocs; "
+WRONG += "--val_share 10; --workers 0; --shard_size 0; --max_tokens 0; --max_tokens many; --tokenizer gpt4; "
+WRONG += "--tokenizer 257; --tokenizer 65537"
 STRANGERS = [("a.jsonl", GOOD, words, words.split()[0]) for words in WRONG.split("; ")]
 ARRAY = b'[{"text": "a"}, {"text": "b"}]'
 STRANGERS += [  # the name of a file, its content, options, and the documents, or what the line says
@@ -609,7 +672,10 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected lines like"),
-    ("a.JSON", ARRAY, "", "(--text_key; jq -c .[] splits arrays), found b'[{"),
+    ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
+    ("a.json.gz", gzip.compress(ARRAY.replace(b'"b"', b"null")), "", ["a"]),
+    ("a.json", ARRAY.replace(b"{", b"[{", 1), "", "JSONDecodeError"),
+    ("a.json", ARRAY[:1] + b"5, " + ARRAY[1:], "", "line 1: expected lines like"),
     ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "0xff in position"),
     ("a.png", b"\x89PNG", "", "it is not text in UTF-8 (to convert it: iconv"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
@@ -617,7 +683,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "there is no such file"),
-    ("f/note.docx", b"A\0", "--files f", "found 0 files"),
+    ("f/note.docx", b"A\0", "--files f", "found no file that is text"),
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
@@ -665,11 +731,12 @@ def test_what_to_run_next_suits_the_amount():
     for tokenizer, train, expected in rows:
         args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
         sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
-        line = fineweb.suggest(args, {"shards": sizes})
+        vocab_size = fineweb.get_tokenizer(tokenizer).n_vocab
+        line = fineweb.suggest(args, {"shards": sizes, "vocab_size": vocab_size})
         assert line.endswith(f": python train_gpt2.py --data_dir 'a d/m'{expected}")
-        assert ("--tokenizer bytes" in line) == ("d6" in expected), "d6 is too slow for a CPU"
-    sizes = {"train_000000.npy": {"tokens": 3000}}
-    assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, {"shards": sizes})
+        assert ("--tokenizer 2048" in line) == ("d6" in expected), "d6 is too slow for a CPU"
+    meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
+    assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, meta)
 
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])

@@ -25,6 +25,7 @@ RUNS = {
     'train_gpt2.py --sample --init_from log/quickstart --device cpu --prompt "class " --temperature 0.8': "",
     "fineweb.py --files texts --tokenizer bytes --out mine_bytes": "",
     "fineweb.py --files texts --out mine": "--tokenizer bytes",
+    "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
     'train_gpt2.py --quickstart --data_dir mine_bytes --log_dir log/mine_bytes --prompt "The "': SMALL,
     "train_gpt2.py --sample --init_from log/mine_bytes --device cpu --seed 2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",

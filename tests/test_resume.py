@@ -130,7 +130,7 @@ def test_a_run_is_known_before_its_first_step(shards, optimizer):
     assert main(flags, "a") == 0
     patch = hook("if self.training: os.kill(os.getpid(), signal.SIGKILL)")
     assert run(flags, "b", patch=patch)[0] == -signal.SIGKILL
-    assert list(read_log("b")) == ["total_batch_size", "vocab_size", "val"]
+    assert list(read_log("b")) == ["total_batch_size", "vocab_size", "val", "bpb"]
     with pytest.raises(SystemExit, match="0"):
         train_gpt2.main(["--resume", "--log_dir", "b"])
     assert_same_run("a", "b")
@@ -207,7 +207,7 @@ def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
     """An evaluation that fails after the last update loses nothing."""
     values = iter([5.0, 4.0])
     with monkeypatch.context() as broken:
-        broken.setattr(train_gpt2, "validate", lambda *_: next(values))
+        broken.setattr(train_gpt2, "validate", lambda *_: (next(values), 1.0))
         with pytest.raises(StopIteration):
             main("--max_steps 4 --val_every 2")
     assert steps() == [4]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import math
 import os
 import re
@@ -124,12 +125,14 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     # It is read twice a step: a step begins when the one before it ends
     clock = itertools.chain([100.0], (100 + n / 4 for n in itertools.count(1) for _ in range(2)))
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(train_gpt2, "validate", lambda *_: sum(next(clock) for _ in range(72)))
+    monkeypatch.setattr(
+        train_gpt2, "validate", lambda *_: (sum(next(clock) for _ in range(72)), 1.0)
+    )
     monkeypatch.setattr(train_gpt2, "peak_tokens_per_second", lambda *_: 2048)
     log = train("--max_steps 15 --val_every 15")
     assert list(log["train"]) == list(range(15)) and list(log["val"]) == [0, 15]
     number = r"\d+\.\d{4}"
-    form = rf"0 total_batch_size 256\n0 vocab_size 257\n0 val {number}\n0 train \d\.\d{{6}}\n"
+    form = rf"0 total_batch_size 256\n0 vocab_size 257\n0 val {number}\n0 bpb {number}\n0 train \d\.\d{{6}}\n"
     form += rf"0 lr \d\.\d{{4}}e-\d\d\n0 norm {number}\n0 dt 250\.00\n1 train "
     assert re.match(form, Path("log/log.txt").read_text())
     out = capsys.readouterr().out
@@ -139,7 +142,26 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     assert re.findall(line, out) == [("0", "4"), ("4", "2"), ("10", "1"), ("14", "0")]
     assert re.search(r"step     6/15 \| loss: nan .* \| update skipped \| 0:00:02 left\n", out)
     assert out.count(" | loss: ") == 5
-    assert re.search(rf"step    15/15 \| val loss: {number}\n", out)
+    assert re.search(rf"step    15/15 \| val loss: {number} \| bits per byte: {number}\n", out)
+
+
+def test_bits_per_byte_are_those_of_the_text(shards):
+    """All bits of the targets, over the bytes of their text. <|endoftext|> and no target have none."""
+    text = ["", "ab", "c", "ab", "ü", "", "abc"] * 99
+    tokenizer = "own " + " ".join(word.encode().hex() for word in ("ab", "ü", "abc"))
+    ids = {"": 259, "ab": 256, "ü": 257, "abc": 258, "c": ord("c")}
+    tokens = np.array([ids[word] for word in text], np.uint16)
+    for split in ("val", "train"):
+        np.save(next(shards.glob(f"*{split}*")), tokens)
+    meta = {"tokenizer": tokenizer, "vocab_size": 260, "eot": 259}
+    (shards / "meta.json").write_text(json.dumps(meta))
+    log = train("--max_steps 2 --val_every 1 --val_tokens 600 --batch_size 5")
+    n = 600 // 16 * 16
+    size = len("".join(text[1 : n + 1]).encode())
+    for step in (0, 1, 2):
+        assert log["bpb"][step] == pytest.approx(
+            log["val"][step] * n / math.log(2) / size, abs=1e-4
+        )
 
 
 def test_the_last_update_is_evaluated_sampled_and_saved(shards, capsys):

@@ -29,7 +29,7 @@ SCORES = (
     "(q @ k.mT / hs**0.5).masked_fill(torch.ones(T, T, device=x.device).triu(1) > 0, -math.inf)"
 )
 FUSED = '"betas": (0.9, 0.95), "fused": True}'
-NESTEROV = 'torch._foreach_lerp_(gradients, averages, group["momentum"])'
+NESTEROV = 'torch._foreach_lerp_(updates, averages, group["momentum"])'
 OWN_MUON = "Muon(groups, lr=learning_rate, weight_decay=weight_decay)"
 THEIRS = f"torch.optim.{OWN_MUON[:-1]}, momentum=0.9, adjust_lr_fn='match_rms_adamw')"
 TIE = "self.lm_head.weight = self.transformer.wte.weight"
@@ -133,7 +133,7 @@ ROWS = [
     Row(
         "Nesterov's momentum",
         [("# Nesterov's momentum", NESTEROV)],
-        edits=((NESTEROV, "torch._foreach_copy_(gradients, averages)"),),
+        edits=((NESTEROV, "torch._foreach_copy_(updates, averages)"),),
         measures="loss",
     ),
     Row(
