@@ -90,17 +90,18 @@ def write_file(path: str, content: bytes) -> None:
 
 @lru_cache
 def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
-    """Return GPT-2's tokenizer, or one of bytes and the tokens that follow its name, in hex."""
+    """Return GPT-2's tokenizer, or that of the bytes and of the tokens after its name, in hex."""
     name, *others = tokenizer.split()
-    if others or name == "bytes":  # <|endoftext|> comes last
-        tokens = [bytes([byte]) for byte in range(256)] + [*map(bytes.fromhex, others)]
-        ranks = {token: rank for rank, token in enumerate(tokens)}
-        rest = {"pat_str": WORD, "special_tokens": {"<|endoftext|>": len(tokens)}}
-        return tiktoken.Encoding(name, mergeable_ranks=ranks, **rest)
-    files = "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and encoder.json as "
-    files += "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6 in the folder TIKTOKEN_CACHE_DIR"
-    with naming(f"the tokenizer gpt2 (without a network, save {files}) cannot be loaded"):
-        return tiktoken.get_encoding("gpt2")
+    if name == "gpt2":
+        with naming("gpt2's tokens cannot be loaded (without a network: .github/CLUSTERS.md)"):
+            return tiktoken.get_encoding("gpt2")
+    tokens = [bytes([byte]) for byte in range(256)] + [bytes.fromhex(token) for token in others]
+    return tiktoken.Encoding(
+        name,
+        pat_str=WORD if others else "(?s).{1,64}",  # bytes never merge, so any division is right
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={"<|endoftext|>": len(tokens)},  # the last one
+    )
 
 
 # ---- sources: which files there are, and the batches of texts in them ----------------------------
@@ -583,7 +584,15 @@ def find_meta(args: argparse.Namespace) -> dict:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def suggest(args: argparse.Namespace, meta: dict) -> str:
+def look(args: argparse.Namespace, meta: dict) -> tuple[float, str]:
+    """Return how many bytes a token has, and the first words, of the beginning of the data."""
+    tokens = np.load(Path(args.out, next(iter(meta["shards"]))), mmap_mode="r")[: 10**6]
+    words = tokens[tokens != meta["eot"]].tolist()
+    text = get_tokenizer(meta["tokenizer"]).decode_bytes(words)
+    return len(text) / len(tokens), " ".join(text[:60].decode(errors="ignore").split()[:2])
+
+
+def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     """Return the next command, for this amount of text."""
     command = f"python train_gpt2.py --data_dir {shlex.quote(args.out)}"
     train = count_tokens(meta, "train")
@@ -591,21 +600,15 @@ def suggest(args: argparse.Namespace, meta: dict) -> str:
         return f"next: {command}"
     command += " --val_every 0" * (count_tokens(meta, "val") == 0)  # --val_share is 0
     command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
+    command += f" --prompt {shlex.quote(prompt)}"
     if meta["vocab_size"] <= 2**13:  # few enough for a CPU
-        return f'next: {command} --quickstart --prompt "The "'
+        return f"next: {command} --quickstart"
     command += " --optimizer muon"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
         return f"next: {command} --max_steps {round((4 * train / 27.5) ** 0.5)}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
     return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {command}"
-
-
-def measure_tokens(args: argparse.Namespace, meta: dict) -> float:
-    """Return how many bytes a token has, at the beginning of the first shard."""
-    tokens = np.load(Path(args.out, next(iter(meta["shards"]))), mmap_mode="r")[: 10**6]
-    text = get_tokenizer(meta["tokenizer"]).decode_bytes(tokens[tokens != meta["eot"]].tolist())
-    return len(text) / len(tokens)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -668,13 +671,17 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         if train < 100_000:  # 0.4 MB of text for GPT-2's tokenizer
             print("these are too few to learn from: a model needs 100,000 or more")
-        if meta["shards"] and args.tokenizer != "bytes":
-            size = measure_tokens(args, meta)
+        size, prompt = look(args, meta)
+        if args.tokenizer != "bytes":
             print(f"a token has {size:.2f} bytes")
-            if args.tokenizer == "gpt2" and size < 3:
-                print("GPT-2's tokens fit them badly: try --tokenizer 16384 and another --out")
+        if args.tokenizer == "gpt2" and size < 3:  # English has 4.6
+            print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
+            source = (
+                f"--files {shlex.join(args.files)}" if args.files else f"--dataset {args.dataset}"
+            )
+            print(f"python fineweb.py {source} --tokenizer 4096 --out {shlex.quote(args.out)}_4096")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
-            print(suggest(args, meta))
+            print(suggest(args, meta, prompt))
     except (UserError, OSError) as error:
         print("fineweb.py:", *str(error).split(), file=sys.stderr)  # all its lines as one
         sys.exit(2)

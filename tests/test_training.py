@@ -184,9 +184,30 @@ def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
     written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
-    train_gpt2.print_samples(GPT(SMALL), Namespace(prompt=prompt, num_samples=1), make_process())
+    train_gpt2.print_samples(
+        GPT(SMALL), Namespace(prompt=prompt, num_samples=1, sample=False), make_process()
+    )
     assert generate.call_args.args[1].tolist() == [tokens]
     assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
+
+
+def test_prompts_are_read_line_by_line(monkeypatch, capsys):
+    """Each is answered before the next one is read. Half a character prints as U+FFFD."""
+    written = torch.tensor([[*"é".encode()[:1]]] * 2)
+    generate = lambda model, tokens, args: torch.cat((tokens, written), dim=1)  # noqa: E731
+    monkeypatch.setattr(train_gpt2, "generate", generate)
+    answers = []
+
+    def lines():
+        for line in ("one\n", "\n", "two"):
+            yield line
+            answers.append(capsys.readouterr().out)
+
+    monkeypatch.setattr(sys, "stdin", lines())
+    args = Namespace(prompt="-", num_samples=2, sample=True)
+    train_gpt2.print_samples(GPT(SMALL), args, make_process())
+    answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
+    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in ("one", "", "two")]
 
 
 def test_dtypes_round_and_no_more(shards, monkeypatch):
