@@ -31,11 +31,10 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys)
     assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert 0 < text.index("python train_gpt2.py --quickstart") < text.index("--model") < 1000
-    for flags in FLAGS.values():
-        for flag, (kind, default, help) in flags.items():
-            assert f"--{flag}" in text and " ".join(help.split()) in text, flag
-            assert default is None or f"(default: {default})" in text, flag
-            assert kind is not bool or f"--no-{flag}" in text, flag
+    for flag, (kind, default, help) in FLAGS.items():
+        assert f"--{flag}" in text and " ".join(help.split()) in text, flag
+        assert default is None or f"(default: {default})" in text, flag
+        assert kind is not bool or f"--no-{flag}" in text, flag
 
 
 def unusual(row: tuple, n: int):
@@ -61,7 +60,7 @@ def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
     """They count where its run goes on or is judged. Those of the command line count more, but
     another model is refused, and another optimizer to resume. What that changes is printed."""
     monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
-    rows = {flag: row for flags in FLAGS.values() for flag, row in flags.items()}
+    rows = FLAGS
     saved = {flag: unusual(row, 1) for flag, row in rows.items()}
     source = {"args": saved | {"gone": 1}, "step": 3, "dtype": "float32"}
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
@@ -232,7 +231,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
 
     assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
-    monkeypatch.setitem(FLAGS["the data"], "width", (int, 4, "of the MLP"))  # under any heading
+    monkeypatch.setitem(FLAGS, "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
     assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0
