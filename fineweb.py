@@ -119,11 +119,15 @@ def list_files(args: argparse.Namespace, old: dict) -> dict[str, list]:
     if args.dataset:
         return {address: [1, address] for address in find_on_hub(args.dataset, args.name)}
     paths = {}
+    named = set()  # by themselves, and not because they are in a folder
     for name in map(os.path.expanduser, args.files):
         # A name, even with brackets, or a glob. A folder stands for all that is not hidden in it
         found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        for path in list(found):
-            found += glob.glob(f"{glob.escape(path)}/**", recursive=True)
+        named |= {os.path.abspath(path) for path in found}
+        for top in list(found):
+            for folder, subfolders, names in os.walk(top):  # follows no links, which may lead back
+                subfolders[:] = [name for name in subfolders if name[0] != "."]
+                found += [os.path.join(folder, name) for name in names if name[0] != "."]
         found = sorted(filter(os.path.isfile, found))
         require(found, f"--files {name}: there is no such file")
         paths |= {os.path.realpath(path): os.path.abspath(path) for path in found}  # no file twice
@@ -131,13 +135,31 @@ def list_files(args: argparse.Namespace, old: dict) -> dict[str, list]:
     for path in sorted(paths.values()):
         if Path(args.out).resolve() in Path(path).resolve().parents:  # our own shards
             continue
+        size = os.path.getsize(path)
+        try:
+            begin(path, size, args.text_key)
+        except UserError as error:
+            require(path not in named, str(error))
+            print(f"{str(error)[:300]}: it is left out")  # as a picture among notes
+            continue
         with open(path, "rb") as file:
-            start = file.read(2**16)  # to read all would take long
-        if b"\0" in start and not DATA.search(path):
-            print(f"{path} is left out: it is not text in UTF-8")  # as a picture among notes
-        else:
-            files[path] = [os.path.getsize(path), hashlib.sha256(start).hexdigest()]
+            files[path] = [size, hashlib.sha256(file.read(2**16)).hexdigest()]
     return files
+
+
+def begin(path: str, size: int, text_key: str) -> None:
+    """Raise UserError unless a file begins with a text."""
+    with naming(path), open(path, "rb") as file:
+        if not re.search(r"(?i)\.parquet$", path):
+            start = unpack(file, os.path.splitext(path.lower())[1]).read(2**16)
+            require(b"\0" not in start, "it is not text in UTF-8, or has to be unpacked first")
+        if DATA.search(path):
+            first = next(
+                read_file(path, size, text_key), None
+            )  # where a column is missing, it fails
+            if first and first[1].func is parse_lines:
+                lines, *rest = first[1].args
+                parse_lines([line for line in lines if not line.isspace()][:1], *rest)
 
 
 def find_on_hub(dataset: str, name: str | None) -> list[str]:
@@ -146,7 +168,9 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
 
     url = f"{datasets.config.HF_ENDPOINT}/datasets/{dataset}/tree/main"
     with naming(f"{url} cannot be read (HF_ENDPOINT: mirror, HF_TOKEN: account, --files: a copy)"):
-        return list(datasets.load_dataset_builder(dataset, name).config.data_files["train"])
+        splits = datasets.load_dataset_builder(dataset, name).config.data_files
+    require("train" in splits, f"{dataset} has no split train, but {sorted(splits)}")
+    return list(splits["train"])
 
 
 def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
@@ -159,12 +183,8 @@ def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
         elif ending == ".parquet":
             yield from read_parquet(address, text_key)
         else:
-            lines = file = open_file(address, "readahead")
-            if packing == ".zst":
-                import pyarrow  # unlike zstandard's, its stream notices a truncated file
-
-                lines = pyarrow.CompressedInputStream(file, "zstd")
-            lines = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(lines)
+            file = open_file(address, "readahead")
+            lines = unpack(file, packing)
             if ending in (".json", ".jsonl"):
                 batches = read_jsonl(lines, text_key)
             elif ending in (".csv", ".tsv"):
@@ -172,6 +192,15 @@ def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
             else:
                 batches = read_txt(lines)
             yield from ((min(1.0, file.tell() / size), batch) for batch in batches)
+
+
+def unpack(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
+    """Return the content of a file that is packed in this way, or not at all."""
+    if packing == ".zst":
+        import pyarrow  # unlike zstandard's, its stream notices a truncated file
+
+        file = pyarrow.CompressedInputStream(file, "zstd")
+    return {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
 
 
 def open_file(address: str, cache: str) -> io.BufferedIOBase:
@@ -222,7 +251,8 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
     from pyarrow import csv, string
 
     header = file.peek(1000).partition(b"\n")[0]
-    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    quote = False if delimiter == "\t" else '"'  # in a .tsv, a quote is a character like others
+    parse = csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
     convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
     with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
         blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
@@ -419,11 +449,12 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
     # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
     context = get_context("spawn")
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit that it is ignored
-    for _ in range(workers):
-        pipe, other = context.Pipe()
-        context.Process(target=work, args=(other, tokenizer), daemon=True).start()
-        other.close()  # now the worker alone holds this end: when it dies, the pipe ends
-        busy[pipe] = [None, None]
+    with naming(f"--workers {workers}: use fewer, or a higher ulimit -n"):
+        for _ in range(workers):
+            pipe, other = context.Pipe()
+            context.Process(target=work, args=(other, tokenizer), daemon=True).start()
+            other.close()  # now the worker alone holds this end: when it dies, the pipe ends
+            busy[pipe] = [None, None]
     signal.signal(signal.SIGINT, handler)
     waiting = []  # [place, result or None], in the order of the documents
     try:
@@ -550,17 +581,17 @@ def find_meta(args: argparse.Namespace) -> dict:
         with naming(f"{path} is damaged: delete the folder to start over"):
             found = json.loads(path.read_bytes())
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
+    for key, new in options.items() if found else ():
+        old = found.get("options", {}).get(key)
+        require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
     files = list_files(args, found)
     if found:
-        for key, new in options.items():
-            old = found.get("options", {}).get(key)
-            require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
         # Files that were read to their end must be there, in this order, under whatever names
         position = found["progress"]["position"] or [None]  # None: all were read
         before, now = (list(x.items())[: position[0]] for x in (found["files"], files))
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
             require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
-    require(files, "found no file that is text")
+    require(files, "found no file of text (to_parquet makes one of a dataset's .arrow files)")
     tokenizer = found.get("tokenizer") or choose_tokenizer(args, files)
     enc = get_tokenizer(tokenizer)
     meta = {

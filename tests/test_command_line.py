@@ -26,6 +26,12 @@ def defaults(**given) -> Namespace:
     return decide({"device": "cpu", "log_dir": "nowhere"} | given)[0]
 
 
+def test_help_has_no_examples_where_python_drops_docstrings(monkeypatch):
+    """As `python -OO` does."""
+    monkeypatch.setattr(train_gpt2, "__doc__", None)
+    assert main("--help") == 0
+
+
 def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys):
     """Numbers too, unless the default depends on other flags."""
     assert main("--help") == 0
@@ -183,8 +189,10 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     assert choose(gpu, batch_size=4) == 4, "the user knows better"
     assert choose(gpu, max_steps=0, seq_len=1000) == 8, "an evaluation divides and keeps nothing"
     memory["free"] = 2 * 2**30
-    with pytest.raises(UserError, match="no sequence fits"):
-        choose(gpu)
+    advice = "use a smaller --model or --seq_len"
+    for flags, more in (({}, " or --recompute"), ({"recompute": True, "seq_len": 2**20}, "")):
+        with pytest.raises(UserError, match=f"no sequence fits .*{advice}{more}$"):
+            choose(gpu, total_batch_size=2**20, **flags)
 
 
 def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import math
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -146,3 +147,32 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, wh
         monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
     assert refused(f"{what} cannot be downloaded", flags)
     assert contents("log") == old
+
+
+def test_a_pod_with_one_worker_is_one_process(old, monkeypatch):
+    """Some schedulers set torchrun's variables where there is no torchrun."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert main("--overwrite --max_steps 1") == 0
+    assert steps() == [1]
+
+
+def test_the_quickstart_needs_fineweb(monkeypatch, refused):
+    """Which makes its data. Of mine.py alone in a folder, this is said in one line."""
+    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)
+    assert refused("--quickstart needs fineweb.py beside this script", "--quickstart --log_dir new")
+
+
+def test_an_old_checkpoint_that_another_program_reads_is_deleted_later(shards, monkeypatch):
+    """As on Windows, where such a file cannot be deleted."""
+    unlink, refusals = Path.unlink, []
+
+    def refuse_once(path, **options):
+        if path.name == "model_00001.pt" and not refusals:
+            refusals.append(path)
+            raise PermissionError(13, "used by another process")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse_once)
+    assert main("--max_steps 4 --save_every 1 --keep 1") == 0
+    assert refusals and steps() == [4]

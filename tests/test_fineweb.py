@@ -358,8 +358,8 @@ def test_small_corpus_golden(tmp_path, monkeypatch):
     assert hashes == {"train_000000.npy": "77f5cb94beabd2fd", "val_000000.npy": "5c16acecc14da7cb"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
     monkeypatch.setattr(fineweb, "write_file", None)
-    monkeypatch.setattr(fineweb, "read_file", None)
-    build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is read, nothing is written
+    monkeypatch.setattr(fineweb, "read_batches", None)
+    build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is encoded, nothing is written
 
 
 @settings(exact, max_examples=40)
@@ -679,7 +679,12 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "there is no such file"),
-    ("f/note.docx", b"A\0", "--files f", "found no file that is text"),
+    ("a.tar.gz", gzip.compress(b"a.txt\0\0text"), "", "has to be unpacked first"),
+    ("a.txt.xz", lzma.compress(b"text\0"), "", "has to be unpacked first"),
+    ("a.zip", b"PK\3\4\0\0", "", "a.zip: it is not text in UTF-8, or has to be unpacked first"),
+    ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
+    ("f/d.arrow", b"\0", "--files f", "to_parquet"),
+    ("f/note.docx", b"A\0", "--files f", "found no file of text"),
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
@@ -768,3 +773,44 @@ def test_defaults_follow_the_source_and_the_machine(monkeypatch):
         assert (args.val_share, args.val_tokens, args.workers) == (val_share, val_tokens, workers)
     monkeypatch.delattr(os, "sched_getaffinity")
     assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
+
+
+def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
+    """It is left out, and named. So are links that lead back, without a word. By itself, it is refused."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", ["A"] * 99)
+    (folder / "b.txt").write_text("B")
+    others = {"package.json": '{\n "name": "x"\n}', "price.csv": "id,price\n1,2\n", "p.png": "\0"}
+    for name, content in others.items():
+        (folder / name).write_text(content)
+    write_parquet(folder / "x.parquet", ["X"])
+    parquet.write_table(pyarrow.table({"id": [1]}), folder / "x.parquet")
+    for name in ("self", "also"):
+        (folder / name).symlink_to(folder, target_is_directory=True)
+    out = build(folder, tmp_path / "out", "--val_share", 0)
+    assert read_split(out, "train") == to_tokens(["A"] * 99 + ["B"])
+    printed = capsys.readouterr().out
+    for name in [*others, "x.parquet"]:
+        assert re.search(rf"code/{name}: .*: it is left out\n", printed), name
+        assert name in refuse(folder / name, tmp_path / "other")
+
+
+def test_a_dataset_without_a_split_train_says_what_it_has(tmp_path, monkeypatch):
+    """KeyError: 'train' would not."""
+    found = Mock()
+    found.config.data_files = {"test": [], "dev": []}
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: found)
+    line = refuse(None, tmp_path / "out", "--dataset", "a/b")
+    assert "a/b has no split train, but ['dev', 'test']" in line
+
+
+def test_too_many_workers_are_named(tmp_path, monkeypatch):
+    """A Mac lets a program open 256 files."""
+    monkeypatch.setattr(
+        "multiprocessing.context.SpawnContext.Pipe", Mock(side_effect=OSError(24, "Too many"))
+    )
+    files = write_jsonl(tmp_path / "a.jsonl", ["A"])
+    assert re.search(
+        "--workers 99: use fewer, or .*ulimit -n", refuse(files, tmp_path / "out", "--workers", 99)
+    )

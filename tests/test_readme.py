@@ -45,7 +45,7 @@ CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),
     "a layer": ("", '=return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))'),
-    "a layer, by a flag": ("--relu", FIELDS, '>FLAGS = {\n'),
+    "a layer, by a flag": ("--relu", FIELDS, ">FLAGS = {\n"),
     "the optimizer": ("--optimizer nadam", '<raise UserError(f"--optimizer'),
 }
 

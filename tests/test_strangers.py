@@ -55,6 +55,7 @@ RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
+HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 BIN = "is no .bin shard of version 1, or was cut short"
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
@@ -99,6 +100,17 @@ REFUSED = {
     "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
     "version 2": ("", {"data/a_train.bin": llm_c(20240520, 2, 999)}, BIN),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, BIN),
+    "32 bits in a .bin": ("", {"data/a_train.bin": np.arange(999, dtype=np.int32).tobytes()}, "a_train.bin holds tokens of 32 bits"),
+    "many 32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
+    "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
+    "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
+    "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
+    "another batch": ("--resume --total_batch_size 512", {"log/model_00002.pt": saved(RUN)}, "log was made with total_batch_size 256, not 512"),
+    "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
+    "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
+    "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "--init_from hf: expected gpt2 ... "),
+    "an own source": ("--overwrite --init_from log", {"log/model_00002.pt": saved(RUN)}, "--overwrite would delete what --init_from names"),
+    "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "an odd number of bytes": ("", {"data/a_train.bin": b"odd"}, "a_train.bin cannot be loaded"),
     "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
@@ -106,7 +118,8 @@ REFUSED = {
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
     "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is no JSON: "),
 }  # fmt: skip
-NANOGPT = {"nano/train.bin": bytes(2000), "nano/val.bin": bytes(2000)}  # tokens of GPT-2, no header
+GPT2 = np.arange(999, dtype=np.uint16)
+NANOGPT = {"nano/train.bin": GPT2.tobytes(), "nano/val.bin": GPT2.tobytes()}  # without a header
 HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.unfinished": b""}
 # The same, but with what the run prints
 TAKEN = {
@@ -115,6 +128,7 @@ TAKEN = {
     "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --seed 1"),
+    "a blank in a name": ("--log_dir 'my run'", {}, "--sample --init_from 'my run' --seed 1"),
     "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
     "no checkpoint to resume": ("--resume", {}, "log has no checkpoint: a new run begins"),
     "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),

@@ -91,7 +91,7 @@ ROWS = [
     ),
     Row(
         "pinned memory",
-        [('is_cuda = self.process.device.type', "rows = rows.pin_memory()")],
+        [("is_cuda = self.process.device.type", "rows = rows.pin_memory()")],
         edits=(("rows = rows.pin_memory()", "pass"),),
     ),
     Row(
