@@ -365,7 +365,7 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    print(f"training a tokenizer of {size} tokens, which takes up to a minute", flush=True)
+    print(f"training a tokenizer of {size} tokens: a minute at most", flush=True)
     bpe = Tokenizer(models.BPE())
     words = Split(Regex(WORD), "isolated")
     bpe.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -380,7 +380,7 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     tokens = sorted(vocabulary, key=vocabulary.get)[256:]
     count = len(tokens) + 257
     if count < size:
-        print(f"it has only {count}: no other two tokens follow each other twice in words")
+        print(f"it has only {count}, because no other two tokens follow each other twice in words")
     tokens = " ".join(bytes(byte_of[c] for c in token).hex() for token in tokens)
     return f"bpe-{count}-{hashlib.sha256(tokens.encode()).hexdigest()[:6]} {tokens}"
 
@@ -616,11 +616,14 @@ def find_meta(args: argparse.Namespace) -> dict:
 
 
 def look(args: argparse.Namespace, meta: dict) -> tuple[float, str]:
-    """Return how many bytes a token has, and the first words, of the beginning of the data."""
-    tokens = np.load(Path(args.out, next(iter(meta["shards"]))), mmap_mode="r")[: 10**6]
-    words = tokens[tokens != meta["eot"]].tolist()
-    text = get_tokenizer(meta["tokenizer"]).decode_bytes(words)
-    return len(text) / len(tokens), " ".join(text[:60].decode(errors="ignore").split()[:2])
+    """Return how many bytes a token of the training data has, and words that begin a document."""
+    name = next(name for name in meta["shards"] if name.startswith("train"))
+    tokens = np.load(Path(args.out, name), mmap_mode="r")[: 10**6]
+    enc = get_tokenizer(meta["tokenizer"])
+    size = len(enc.decode_bytes(tokens[tokens != meta["eot"]].tolist())) / len(tokens)
+    begin = int(np.argmax(tokens == meta["eot"]))
+    text = enc.decode_bytes(tokens[begin : begin + 60].tolist()).decode(errors="ignore")
+    return size, " ".join(text.replace("<|endoftext|>", "").split()[:2])[:20]
 
 
 def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
@@ -700,9 +703,9 @@ def main(argv: list[str] | None = None) -> None:
         if nulls := meta["rows_without_text"]:
             print(f"{nulls:,} row(s) had no text")
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
-        if train < 100_000:  # 0.4 MB of text for GPT-2's tokenizer
-            print("these are too few to learn from: a model needs 100,000 or more")
         size, prompt = look(args, meta)
+        if train * size < 10**5:
+            print("this is too little to learn from: a model needs 100 KB of text or more")
         if args.tokenizer != "bytes":
             print(f"a token has {size:.2f} bytes")
         if args.tokenizer == "gpt2" and size < 3:  # English has 4.6

@@ -391,7 +391,7 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     assert read_split(out, "val") == to_tokens(["a" * 15, "e" * 15, "i" * 11])
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
     assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
-    assert "these are too few" in capsys.readouterr().out
+    assert "this is too little" in capsys.readouterr().out
     for tokens, said in {2800: "too few", 4000: "few.*\nnext: ", 10**6: "date\nnext: "}.items():
         write_jsonl(tmp_path / "docs.jsonl", ["x" * tokens])
         argv = ["", "--files", files, "--out", tmp_path / f"{tokens}", "--tokenizer", "bytes"]
@@ -492,7 +492,7 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     assert "has tokenizer 330, not 500" in refuse(files, out, "--tokenizer", 500)
     small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99)
     build(small, tmp_path / "small", "--tokenizer", 65536)
-    assert "it has only 259: " in capsys.readouterr().out, "ab, abab"
+    assert "it has only 259, because" in capsys.readouterr().out, "ab, abab"
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
 
 
