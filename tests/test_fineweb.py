@@ -392,7 +392,11 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
     assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
     assert "this is too little" in capsys.readouterr().out
-    for tokens, said in {2800: "too few", 4000: "few.*\nnext: ", 10**6: "date\nnext: "}.items():
+    for tokens, said in {
+        2800: "too little",
+        4000: "little.*\nnext: ",
+        10**6: "date\nnext: ",
+    }.items():
         write_jsonl(tmp_path / "docs.jsonl", ["x" * tokens])
         argv = ["", "--files", files, "--out", tmp_path / f"{tokens}", "--tokenizer", "bytes"]
         with patch("sys.argv", [str(word) for word in argv]):

@@ -45,7 +45,10 @@ ROWS = [
     ),
     Row(
         "bfloat16 instead of TF32",
-        [("def autocast(", "return torch.autocast("), ("# Triton and tensor cores", 'dtype = "bfloat16"')],
+        [
+            ("def autocast(", "return torch.autocast("),
+            ("# Triton and tensor cores", 'dtype = "bfloat16"'),
+        ],
         "--dtype tf32",
     ),
     Row(
