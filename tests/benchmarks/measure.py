@@ -159,10 +159,11 @@ class Runs:
         if "OutOfMemoryError" in err or "no sequence fits" in err:
             return {}
         assert process.returncode == 0, err
-        log = {}
+        records = {}
         for line in (process.log_dir / "log.txt").read_text().splitlines():
-            _, stream, value = line.split()
-            log.setdefault(stream, []).append(float(value))
+            step, stream, value = line.split()
+            records.setdefault(stream, {})[step] = float(value)  # the last one of a step counts
+        log = {stream: [*values.values()] for stream, values in records.items()}
         log["B"] = int(re.findall(r"B (\d+)", out)[-1])
         log["parameters"] = int(re.findall(r", ([\d,]+) parameters", out)[-1].replace(",", ""))
         if "peak" in out:
