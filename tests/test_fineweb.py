@@ -500,6 +500,29 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
 
 
+@pytest.mark.slow
+def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
+    """Of all that Unicode has: an update of tiktoken or tokenizers could part what they know of it."""
+    leads = [*range(0x80), *range(0xC2, 0xF5)]  # the first bytes of characters
+    tokens = [bytes([ord(probe), lead]).hex() for probe in "a1!\t" for lead in leads]
+    tokenizer = " ".join(
+        ["bpe-test", *tokens]
+    )  # one merges where a character is in the word before
+    enc = fineweb.get_tokenizer(tokenizer)
+    config = train_gpt2.GPTConfig(tokenizer=tokenizer, vocab_size=enc.n_vocab)
+    train_gpt2.export_tokenizer(config, str(tmp_path))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    merged = 0
+    for first in range(0, 0x110000, 0x800):
+        if 0xD800 <= first < 0xE000:  # no characters, but halves of some
+            continue
+        text = "".join(f"a{c}1{c}!{c}\t{c}\n" for c in map(chr, range(first, first + 0x800)))
+        ids = enc.encode_ordinary(text)
+        assert theirs.encode(text).ids == ids, hex(first)
+        merged += sum(token > 255 for token in ids)
+    assert merged > 1_000_000, "most characters are of one kind"
+
+
 def test_the_sample_comes_from_all_files(tmp_path):
     """From each its share, or all of the text if it is short."""
     for name, rows in (("a", 900), ("b", 90), ("c", 10)):
