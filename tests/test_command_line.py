@@ -72,7 +72,7 @@ def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
     is_resumed = "--resume" in words
     monkeypatch.setattr(train_gpt2, "list_checkpoints", lambda log_dir: [__file__] * is_resumed)
-    argv = words.replace("old", __file__).split()
+    argv = [word.replace("old", __file__) for word in words.split()]
     args = vars(decide_args(argv)[0])
     assert "gone" not in args and ("gone 1 -> None" in capsys.readouterr().out) == is_resumed
     if kept >= {"max_lr"}:
