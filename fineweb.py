@@ -623,7 +623,9 @@ def look(args: argparse.Namespace, meta: dict) -> tuple[float, str]:
     size = len(enc.decode_bytes(tokens[tokens != meta["eot"]].tolist())) / len(tokens)
     begin = int(np.argmax(tokens == meta["eot"]))
     text = enc.decode_bytes(tokens[begin : begin + 60].tolist()).decode(errors="ignore")
-    return size, " ".join(text.replace("<|endoftext|>", "").split()[:2])[:20]
+    words = text.replace("<|endoftext|>", "").split()
+    prompt = " ".join(words[:2])
+    return size, prompt if len(prompt) <= 20 else words[0][:20]
 
 
 def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
@@ -636,7 +638,9 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
     command += f" --prompt {shlex.quote(prompt)}"
     if meta["vocab_size"] <= 2**13:  # few enough for a CPU
-        return f"next: {command} --quickstart"
+        # All of the validation text, if that is possible: it is in the order of the files
+        val_tokens = min(count_tokens(meta, "val"), 500_000)
+        return f"next: {command} --quickstart --val_tokens {val_tokens}"
     command += " --optimizer muon"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs

@@ -751,7 +751,7 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
 def test_what_to_run_next_suits_the_amount():
     """About four epochs, of a small corpus by a model that a GPU trains soon."""
     small = "--log_dir log/m --prompt 'A b' --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
-    quickstart = "--log_dir log/m --prompt 'A b' --quickstart"
+    quickstart = "--log_dir log/m --prompt 'A b' --quickstart --val_tokens 100000"
     rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
     # By default these steps have 2**17, 2**17 and 2**19 tokens, which makes 5.0, 4.2 and 4.0 epochs
     for train, steps in ((10**8, 3814), (144 * 10**6, 4577), (2_499_999_999, 19069)):
