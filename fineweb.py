@@ -17,6 +17,7 @@ text, and may be cut by shards. A killed run continues with the same command, to
 
 import argparse
 import ast
+import csv
 import glob
 import gzip
 import hashlib
@@ -32,7 +33,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from multiprocessing import connection, get_context
 from pathlib import Path
 
@@ -248,14 +249,22 @@ def read_group(address: str, text_key: str, group: int) -> list[str | None]:
 
 def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[partial]:
     """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
-    from pyarrow import csv, string
+    from pyarrow import csv as arrow
+    from pyarrow import string
 
+    if delimiter == "," and file.seekable():  # PyArrow would take all behind an open quote as text
+        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        csv.field_size_limit(2**31 - 1)  # bytes of a cell
+        for row in csv.reader(chain(text, ["\n", "the end"])):
+            last = row
+        require(last == ["the end"], "a quote begins a cell and is never closed")
+        text.detach().seek(0)
     header = file.peek(1000).partition(b"\n")[0]
     quote = False if delimiter == "\t" else '"'  # in a .tsv, a quote is a character like others
-    parse = csv.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
-    convert = csv.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
+    parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
+    convert = arrow.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
     with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
-        blocks = csv.open_csv(file, csv.ReadOptions(block_size=2**22), parse, convert)  # bytes
+        blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
     for rows in blocks:
         yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
 
