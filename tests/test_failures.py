@@ -132,8 +132,10 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
 
 @pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
 def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, what):
-    """A run with --overwrite on a machine without network leaves the old one as it is."""
-    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded"))
+    """A run with --overwrite on a machine without network leaves the old one as it is. The line is
+    not cut, as it says where to put the file."""
+    path = "/folder" * 40 if what == "HellaSwag" else ""
+    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded{path}"))
     flags = "--overwrite --max_steps 4"
     if what == "HellaSwag":
         flags += " --hellaswag_every 4"
@@ -145,7 +147,7 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, wh
     else:
         flags += " --init_from gpt2"
         monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    assert refused(f"{what} cannot be downloaded", flags)
+    assert refused(f"{what} cannot be downloaded{path}", flags)
     assert contents("log") == old
 
 
