@@ -1,5 +1,6 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
+import json
 import os
 import re
 import shutil
@@ -195,8 +196,14 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
             choose(gpu, total_batch_size=2**20, **flags)
 
 
-def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch):
-    """From a log_dir, a checkpoint, or a folder. Shards of bytes need no other script."""
+OWN = {"tokenizer": "bpe-259-abcdef 7468 746865", "vocab_size": 259, "eot": 258}  # th, the
+
+
+@pytest.mark.parametrize("meta", [{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}, OWN])
+def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, meta):
+    """From a log_dir, a checkpoint, or a folder. Shards of bytes, or of tokens of one's own, need no
+    other script: what is a token lies in the checkpoint, and in the folder."""
+    (shards / "meta.json").write_text(json.dumps(meta))
     for name in ("fineweb", "hellaswag"):
         monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
     shards.rename("data")
