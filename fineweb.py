@@ -590,9 +590,10 @@ def find_meta(args: argparse.Namespace) -> dict:
         with naming(f"{path} is damaged: delete the folder to start over"):
             found = json.loads(path.read_bytes())
     options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
-    for key, new in options.items() if found else ():
-        old = found.get("options", {}).get(key)
-        require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
+    if found:
+        for key, new in options.items():
+            old = found.get("options", {}).get(key)
+            require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
     files = list_files(args, found)
     if found:
         # Files that were read to their end must be there, in this order, under whatever names
@@ -723,10 +724,14 @@ def main(argv: list[str] | None = None) -> None:
             print(f"a token has {size:.2f} bytes")
         if args.tokenizer == "gpt2" and size < 3:  # English has 4.6
             print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
-            source = (
-                f"--files {shlex.join(args.files)}" if args.files else f"--dataset {args.dataset}"
-            )
-            print(f"python fineweb.py {source} --tokenizer 4096 --out {shlex.quote(args.out)}_4096")
+            more = [
+                "--tokenizer",
+                "4096",
+                "--out",
+                f"{args.out}_4096",
+            ]  # of two --out, the last counts
+            words = [*(sys.argv[1:] if argv is None else argv), *more]
+            print(f"python fineweb.py {shlex.join(words)}")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta, prompt))
     except (UserError, OSError) as error:

@@ -10,6 +10,7 @@ import os
 import random
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -825,6 +826,30 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
     for name in [*others, "x.parquet"]:
         assert re.search(rf"code/{name}: .*: it is left out\n", printed), name
         assert name in refuse(folder / name, tmp_path / "other")
+
+
+def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys, monkeypatch):
+    """Which has all options of this one. English and tokens of one's own fit."""
+    monkeypatch.setattr(fineweb, "look", lambda args, meta: (size, "A"))
+    files = tmp_path / "a b.jsonl"
+    files.write_text('{"body": "A"}\n' * 99)
+    for size, tokenizer, is_bad in (
+        (2.9, "gpt2", True),
+        (3.0, "gpt2", False),
+        (1.0, "bytes", False),
+    ):
+        out = tmp_path / f"{size} {tokenizer}"
+        monkeypatch.setattr(
+            fineweb, "get_tokenizer", lambda name, get=fineweb.get_tokenizer: get("bytes")
+        )
+        build(files, out, "--text_key", "body", "--tokenizer", tokenizer)
+        printed = capsys.readouterr().out
+        command = re.search(r"\npython fineweb.py (.*)\n", printed)
+        assert bool(command) == is_bad
+        if command:
+            args = fineweb.parse_args(shlex.split(command[1]))
+            assert (args.files, args.text_key, args.tokenizer) == ([str(files)], "body", "4096")
+            assert args.out == f"{out}_4096"
 
 
 def test_a_dataset_without_a_split_train_says_what_it_has(tmp_path, monkeypatch):
