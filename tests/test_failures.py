@@ -68,7 +68,7 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert list(read_log()["train"]) == [0]
 
 
-def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused):
+def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsys):
     """With --resume it goes on, and it needs --overwrite to start over."""
     monkeypatch.setattr(fineweb, "main", lambda argv: None)
     small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
@@ -79,7 +79,10 @@ def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused):
         assert len(read_log("log/quickstart")["train"]) == expected
     assert refused("log/quickstart holds a run", "--quickstart")
     monkeypatch.setattr(fineweb, "main", lambda argv: 1 / 0)  # a sample needs no data
-    assert main("--quickstart --sample --init_from log/quickstart") == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        train_gpt2.main(["--quickstart", "--sample"])
+    assert capsys.readouterr().out.startswith("sample 0: Return ")
 
 
 FULL_DISK = """

@@ -592,6 +592,36 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
         list(encoded)
 
 
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "tsv", "parquet", "csv.gz"])
+def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch):
+    """In each format whose files are read in blocks, of more than 4 MB in .csv. Texts have line ends."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", 2**16)
+    monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**16)
+    end = " " if suffix == "tsv" else "\n"  # a .tsv has no quotes
+    lines = [f"of document {k}, with an é{end}" * 4 for k in range(9000)]
+    texts = [f"text {k}{end}" + line * (1 + k % 7) for k, line in enumerate(lines)]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        write_parquet(path, texts, rows=4500)
+    elif suffix == "jsonl":
+        write_jsonl(path, texts)
+    else:
+        table = "id,text\n" + "".join(f'{k},"{text}"\n' for k, text in enumerate(texts))
+        if suffix == "tsv":
+            table = "id\ttext\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(texts))
+        content = ("<|endoftext|>\n".join(texts) if suffix == "txt" else table).encode()
+        path.write_bytes(gzip.compress(content, 1) if suffix == "csv.gz" else content)
+    found, shares = [], [0.0]
+    for share, batch in fineweb.read_file(str(path), path.stat().st_size, "text"):
+        shares.append(share)
+        first, *others = batch()
+        if first:  # continues the document before it
+            found[-1] += first
+        found += others
+    assert found == texts and len(shares) > 2
+    assert shares == sorted(shares) and shares[-1] == 1, "how much of the file was read"
+
+
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     """Files differ in how they pack the same documents. A row group is a batch if it is small."""
     texts = ["", "line\r\nend", "\u2028 \x85 <|endoftext|>", *random_texts(600, 50)]
