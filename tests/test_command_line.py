@@ -1,5 +1,6 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
+import io
 import json
 import os
 import re
@@ -8,11 +9,15 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import test_hellaswag
 import torch
 from conftest import ROOT, load, main, make_process, read_log
 
+import fineweb
+import hellaswag
 import train_gpt2
 from train_gpt2 import COMMANDS, DEFAULTS, FLAGS, GPTConfig, UserError, decide_args
 
@@ -255,6 +260,39 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     checkpoint = load("new", 2)
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
     assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
+
+
+def test_what_is_printed_appears_at_once(shards, monkeypatch):
+    """Also in a file or a pipe, where Python keeps lines back until there are 8 KB of them."""
+    pipe, seen = io.BytesIO(), {}
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(pipe)))
+
+    def look(module, name):
+        known = getattr(module, name)
+
+        def call(*args, **options):
+            seen[name] = pipe.getvalue().decode()
+            return known(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    look(train_gpt2, "get_lr")
+    assert main("--max_steps 2 --val_every 0") == 0
+    assert "2 steps of 256 tokens" in seen["get_lr"] and "step     0/2 | loss" in seen["get_lr"]
+    look(fineweb, "sample_texts")
+    look(fineweb, "write_shards")
+    Path("a.txt").write_text("text " * 99)
+    fineweb.main(["--files", "a.txt", "--out", "mine", "--tokenizer", "258", "--workers", "1"])
+    assert seen["sample_texts"].endswith("training a tokenizer of 258 tokens: a minute at most\n")
+    assert seen["write_shards"].endswith(
+        "making mine: if interrupted, the same command continues\n"
+    )
+    look(hellaswag, "score")
+    monkeypatch.setattr(hellaswag, "load_model", lambda *_: (test_hellaswag.losses, 1024))
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: test_hellaswag.BYTES)
+    path = test_hellaswag.write(Path("val.jsonl"), test_hellaswag.make_examples(3))
+    hellaswag.main(["-d", "cpu", "--data", str(path)])
+    assert "build-nanogpt | acc " in seen["score"] and "harness " not in seen["score"]
 
 
 @pytest.mark.slow

@@ -154,6 +154,29 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, wh
     assert contents("log") == old
 
 
+@pytest.mark.parametrize("flags, left", [
+    ("--overwrite --max_steps 3", [3]), ("--overwrite --max_steps 3 --save_every 0", []),
+    ("--resume --max_steps 5 --save_every 1 --keep 1", [5]),
+    ("--resume --max_steps 5 --save_every 1 --keep 3", [3, 4, 5]),
+    ("--resume --max_steps 5 --save_every 2 --keep 0", [1, 2, 4, 5]),
+    ("--resume --max_steps 5 --save_every 0", [1, 2]), ("--init_from log --max_steps 0", [1, 2]),
+    ("--init_from log --sample", [1, 2]), ("--init_from log --export_hf log/sub", [1, 2]),
+    ("--overwrite --log_dir log/sub --init_from log --max_steps 1", [1, 2]),
+])  # fmt: skip
+def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
+    """A user's files stay beside them, whatever they are called."""
+    for name in ("notes.txt", "model_1_copy.pt", "model_best.pt", "xmodel_00001.pt", "sub/x.pt"):
+        Path("log", name).parent.mkdir(exist_ok=True)
+        Path("log", name).write_text("mine")
+    Path("log/unfinished.pt").write_text("of a run that was killed")
+    assert main(flags) == 0
+    assert steps() == left
+    mine = [
+        path for path in Path("log").rglob("*") if path.is_file() and path.read_bytes() == b"mine"
+    ]
+    assert len(mine) == 5
+
+
 def test_a_pod_with_one_worker_is_one_process(old, monkeypatch):
     """Some schedulers set torchrun's variables where there is no torchrun."""
     monkeypatch.setenv("WORLD_SIZE", "1")

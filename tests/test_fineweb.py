@@ -578,10 +578,10 @@ FAILURES = [  # the last batch, which may kill its worker while that sends; what
 
 @pytest.mark.parametrize("failure, message", FAILURES)
 def test_two_processes_keep_the_order_until_one_fails(failure, message):
-    """While one of them works for long, the other one reads about eight batches ahead."""
+    """While one of them works for long, the other one reads about eight batches ahead, and waits."""
     texts = [f"{k}" for k in range(40)]
-    texts[10] *= 300_000
     batches = [*(partial(list, [text]) for text in texts), failure]
+    batches[10] = partial(eval, "[__import__('time').sleep(0.7), '10'][1:]")
     unread = iter([([0, k], "x", batch) for k, batch in enumerate(batches)])
     encoded = fineweb.tokenize(unread, "bytes", 2)
     for k in range(30):

@@ -111,6 +111,7 @@ REFUSED = {
     "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "--init_from hf: expected gpt2 ... "),
     "an own source": ("--overwrite --init_from log", {"log/model_00002.pt": saved(RUN)}, "--overwrite would delete what --init_from names"),
     "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
+    "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "an odd number of bytes": ("", {"data/a_train.bin": b"odd"}, "a_train.bin cannot be loaded"),
     "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
