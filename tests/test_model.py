@@ -225,22 +225,30 @@ def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
     assert not torch.equal(text, generate(model, prompt, flags(temperature=0, seq_len=16)))
 
 
-def test_temperature_and_top_k_shape_the_distribution():
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize(
+    "top_k, allowed", [(2, [1, 2]), (3, [0, 1, 2]), (0, [0, 1, 2, 3]), (9, [0, 1, 2, 3])]
+)
+def test_temperature_and_top_k_shape_the_distribution(top_k, allowed, temperature):
     """The k most likely tokens are drawn, in the shares of softmax(logits / T), or none if T is 0."""
-    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+    logits = torch.tensor([1.0, 3.0, 2.0, -0.5])
     model = lambda tokens: logits.expand(*tokens.shape, 4)  # noqa: E731
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
-    for top_k, allowed in ((2, [1, 2]), (3, [0, 1, 2]), (0, [0, 1, 2, 3]), (9, [0, 1, 2, 3])):
-        drawn = generate(model, prompt, flags(max_new_tokens=1, temperature=1.5, top_k=top_k))[:, 1]
-        shares = torch.bincount(drawn, minlength=4) / 20000
-        expected = torch.zeros(4)
-        expected[allowed] = F.softmax(logits[allowed] / 1.5, dim=0)
-        torch.testing.assert_close(shares, expected, atol=0.015, rtol=0)
-        assert drawn.unique().tolist() == allowed
-    logits[2] = logits[1]
     before = torch.get_rng_state()
-    texts = generate(model, prompt, flags(max_new_tokens=1, temperature=0))
-    assert len(texts[:, 1].unique()) == 1
+
+    def draw(**given) -> torch.Tensor:
+        return generate(model, prompt, flags(max_new_tokens=1, top_k=top_k, **given))[:, 1]
+
+    drawn = draw(temperature=temperature)
+    shares = torch.bincount(drawn, minlength=4) / 20000
+    expected = torch.zeros(4)
+    expected[allowed] = F.softmax(logits[allowed] / temperature, dim=0)
+    torch.testing.assert_close(shares, expected, atol=0.015, rtol=0)
+    assert drawn.unique().tolist() == allowed
+    assert torch.equal(drawn, draw(temperature=temperature))
+    assert not torch.equal(drawn, draw(temperature=temperature, seed=4))
+    logits[2] = logits[1]
+    assert len(draw(temperature=0).unique()) == 1
     assert torch.equal(before, torch.get_rng_state()), "training's random numbers are its own"
 
 

@@ -178,6 +178,7 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert list(log["train"]) == list(log["lr"]) == list(log["norm"]) == list(range(7))
     assert steps() == [6, 7], "the two newest of four"
     out = capsys.readouterr().out
+    assert out.endswith("--sample --init_from log --seed 1\n") and "\nnext: python " in out
     assert re.findall(r"saved .*_(\d+)\.pt|(sample 0)|step +(\d)/7 \| HellaSwag: 0\.7500", out) == [
         (*saved,) for saved in [
             ("00000", "", ""), ("00002", "", ""), ("00004", "", ""), ("", "", "4"),
@@ -189,7 +190,8 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert steps() == [6, 7, 100000], "in the order of numbers"
     log = train("--max_steps 3 --save_every 0", "never")
     assert "val" not in log and os.listdir("never") == ["log.txt"]
-    assert "sample 0:" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
     main("--max_steps 3 --save_every 1 --keep 0 --val_every 0 --log_dir all")
     assert steps("all") == [1, 2, 3]
 
@@ -355,16 +357,19 @@ def test_updates_of_muon_are_their_formula():
         torch.testing.assert_close(buffers, averages, atol=1e-6, rtol=0, check_dtype=False)
 
 
-@pytest.mark.parametrize("grad_clip", [0.25, 0])
-def test_the_gradient_is_clipped_to_grad_clip(shards, monkeypatch, grad_clip):
+@pytest.mark.parametrize("grad_clip, scale", [(0.25, 1), (0, 1), (3, 1), (0.1, 0.2)])
+def test_the_gradient_is_clipped_to_grad_clip(shards, monkeypatch, break_losses, grad_clip, scale):
     """Plain SGD moves by the rate times the clipped norm; the norm in the log is not clipped."""
     monkeypatch.setattr(GPT, "configure_optimizers", lambda model, *_: [SGD(model.parameters(), 1)])
+    break_losses(lambda n, losses: losses * scale)
     flags = "--max_steps 1 --max_lr 1 --warmup_steps 0 --batch_size 4"
     log = train(f"{flags} --grad_clip {grad_clip}")
-    assert log["norm"][0] == pytest.approx(NORM, rel=1e-3) and log["lr"][0] == 1
+    norm = scale * NORM
+    assert log["norm"][0] == pytest.approx(norm, rel=1e-3) and log["lr"][0] == 1
     after = load("log", 1)["model"]
     moved = [(p - after[name]).double().square().sum() for name, p in GPT(SMALL).named_parameters()]
-    assert sum(moved).sqrt().item() == pytest.approx(grad_clip or NORM, rel=1e-3)
+    expected = min(grad_clip or norm, norm)
+    assert sum(moved).sqrt().item() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
