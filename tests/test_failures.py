@@ -83,6 +83,9 @@ def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsy
     with pytest.raises(SystemExit, match=r"^0$"):
         train_gpt2.main(["--quickstart", "--sample"])
     assert capsys.readouterr().out.startswith("sample 0: Return ")
+    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)  # mine.py alone in a folder
+    message = "--quickstart needs fineweb.py beside this script"
+    assert refused(message, "--quickstart --log_dir new", "--data_dir", shards)
 
 
 FULL_DISK = """
@@ -175,20 +178,6 @@ def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
         path for path in Path("log").rglob("*") if path.is_file() and path.read_bytes() == b"mine"
     ]
     assert len(mine) == 5
-
-
-def test_a_pod_with_one_worker_is_one_process(old, monkeypatch):
-    """Some schedulers set torchrun's variables where there is no torchrun."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    assert main("--overwrite --max_steps 1") == 0
-    assert steps() == [1]
-
-
-def test_the_quickstart_needs_fineweb(monkeypatch, refused):
-    """Which makes its data. Of mine.py alone in a folder, this is said in one line."""
-    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)
-    assert refused("--quickstart needs fineweb.py beside this script", "--quickstart --log_dir new")
 
 
 def test_an_old_checkpoint_that_another_program_reads_is_deleted_later(shards, monkeypatch):

@@ -196,6 +196,7 @@ def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch)
     monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(b"{}").hexdigest())
     with pytest.raises(ConnectionError, match=f"^[^\n]* as {hellaswag.FILE}$"):
         hellaswag.fetch()
+    assert answers.call_args.args == (hellaswag.URL,) and answers.call_args.kwargs["timeout"] > 0
     assert not list(tmp_path.glob("new/*"))
     assert list(hellaswag.iterate_examples("val")) == [{}] == list(hellaswag.iterate_examples())
 

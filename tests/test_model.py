@@ -69,7 +69,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(size):
 
 
 def test_the_table_of_sizes_is_that_of_the_papers():
-    """The papers give these numbers of parameters, GPT-2 124,439,808. Rates fall with the size."""
+    """The papers give these numbers of parameters, GPT-2 124,439,808. Rates are GPT-3's."""
     parameters = sum(p.numel() for p in GPT(GPTConfig(), seed=None).parameters())
     assert parameters - (50304 - 50257) * 768 == 124_439_808
     millions = {"d12": 124.4, "d24": 354.8, "d36": 774, "d48": 1557.6}
@@ -77,8 +77,10 @@ def test_the_table_of_sizes_is_that_of_the_papers():
         n_layer, n_head, n_embd, _ = SIZES[size]
         count = n_layer * (12 * n_embd**2 + 13 * n_embd) + (50257 + 1024 + 2) * n_embd
         assert count / 1e6 == pytest.approx(number, rel=2e-3) and n_embd % n_head == 0, size
-    rates = [values[-1] for size, values in SIZES.items() if size.startswith("d")]
-    assert rates == sorted(rates, reverse=True) and rates[0] == 6e-4
+    shapes = {size: values[:3] for size, values in SIZES.items()}
+    assert (shapes["tiny"], shapes["d6"]) == ((4, 4, 128), (6, 6, 384)), "for a CPU, and 30M"
+    heads_and_rates = [values[1::2] for size, values in SIZES.items() if size in millions]
+    assert heads_and_rates == [(12, 6e-4), (16, 3e-4), (20, 2.5e-4), (25, 2e-4)]
 
 
 def test_initial_weights_have_gpt_2s_deviations():
@@ -157,7 +159,16 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
     """6 N + 6 L C T operations a token for d12 are 798M, over 989 TFLOP/s of an H100 each."""
     model = GPT(GPTConfig(), seed=None)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
-    peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
+    peaks = {
+        "B200": 2250,
+        "H200": 989,
+        "H100 80GB HBM3": 989,
+        "H100 PCIe": 756,
+        "A100 80GB PCIe": 312,
+    }
+    peaks |= {"A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "L40S": 362, "L4": 121, "A10G": 70}
+    peaks |= {"GeForce RTX 5090": 210, "GeForce RTX 4090": 165, "GeForce RTX 3090": 71}
+    peaks = {f"NVIDIA {name}": 1e12 * peak for name, peak in peaks.items()} | {"Tesla T4": 65e12}
     others = "New GPU; NVIDIA T400 4GB; RTX 3090 Ti; RTX 4090 Laptop GPU; H100 80GB MIG 1g.10gb"
     for name, peak in (peaks | dict.fromkeys(others.split("; "))).items():
         run = make_process(0, 8, device_name=name, dtype="bfloat16")

@@ -7,11 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 from conftest import SMALL, main, write_shards
-from pyarrow import parquet
 
 import fineweb
 import train_gpt2
@@ -160,14 +158,6 @@ def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, re
         assert refused(text, *flags) and snapshot() == before
 
 
-def test_openais_models_have_two_names(monkeypatch):
-    """The hub shows the longer one."""
-    monkeypatch.setattr(train_gpt2, "load_hf", lambda name: name)
-    for size in ("", "-medium", "-large", "-xl"):
-        for name in (f"gpt2{size}", f"openai-community/gpt2{size}"):
-            assert train_gpt2.load_source(name) == name
-
-
 def test_pydocs_are_topics_and_docstrings_in_the_order_of_names(tmp_path, monkeypatch):
     """That of a disk is another one on each machine. A long paragraph counts once, a text of 200
     characters or less not at all, and modules of tests and tables are passed over."""
@@ -191,12 +181,3 @@ def test_pydocs_are_topics_and_docstrings_in_the_order_of_names(tmp_path, monkey
         f"a: {c}\n\na.C: Of C.\n\na.C.f: {d}\n\na.g: {b}\n", f"b: {d}  of b\n",
         f"m: {a}  of latest\n", f"m: {c}\n\nm.C: Of C.\n\nm.C.f: {d}\n\nm.g: {b}\n",
     ]  # fmt: skip
-
-
-def test_several_large_row_groups_give_each_row_once(tmp_path, monkeypatch):
-    """As a .parquet file of pandas with more than a million rows has them."""
-    texts = [f"text {i}" for i in range(700)]
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=300)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", 100)  # bytes
-    batches = fineweb.read_parquet(str(tmp_path / "x.parquet"), "text")
-    assert [text for _, batch in batches for text in batch() if text] == texts

@@ -124,8 +124,9 @@ def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
 def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_losses):
     """And the first, last and skipped ones. log.txt has all. A validation of 9 s is not in dt."""
     break_losses(lambda n, losses: losses * math.nan if n == 6 else losses)
-    # It is read twice a step: a step begins when the one before it ends
-    clock = itertools.chain([100.0], (100 + n / 4 for n in itertools.count(1) for _ in range(2)))
+    # It is read twice a step: a step begins when the one before it ends. Step 6 takes 8 s more
+    ticks = (100 + n / 4 + 8 * (n >= 43) for n in itertools.count(1) for _ in range(2))
+    clock = itertools.chain([100.0], ticks)
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(
         train_gpt2, "validate", lambda *_: (sum(next(clock) for _ in range(72)), 1.0)
@@ -138,11 +139,14 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     form += rf"0 lr \d\.\d{{4}}e-\d\d\n0 norm {number}\n0 dt 250\.00\n1 train "
     assert re.match(form, Path("log/log.txt").read_text())
     out = capsys.readouterr().out
+    assert "test, 38,272 parameters, on 1 x cpu\n" in out
     assert "15 steps of 256 tokens, 3,840 in all, 1.74 epochs, float32, B 16\n" in out
     line = rf"step +(\d+)/15 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
     line += r"\| dt: 250\.00ms \| tok/sec: 1024 \| mfu: 50\.0% \| 0:00:0(\d) left\n"
     assert re.findall(line, out) == [("0", "4"), ("4", "2"), ("10", "1"), ("14", "0")]
-    assert re.search(r"step     6/15 \| loss: nan .* \| update skipped \| 0:00:02 left\n", out)
+    assert re.search(
+        r"step     6/15 \| loss: nan .*: 8250\.00ms \| .* \| update skipped \| 0:00:02 left\n", out
+    )
     assert out.count(" | loss: ") == 5
     assert re.search(rf"step    15/15 \| val loss: {number} \| bits per byte: {number}\n", out)
 
