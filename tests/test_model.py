@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -187,10 +189,84 @@ CAN_RUN = train_gpt2.triton and (DEVICE == "cuda" or os.environ.get("TRITON_INTE
 KERNEL = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=[pytest.mark.cuda, KERNEL])])
+class Pointer:
+    """A place in a tensor, or many, as the kernel computes with them."""
+
+    def __init__(self, tensor, place=0):
+        self.tensor, self.place = tensor.view(-1), place
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.place + offset)
+
+
+def load(pointer, mask=True, other=0.0):
+    place = torch.where(torch.as_tensor(mask), torch.as_tensor(pointer.place), 0)
+    other = torch.as_tensor(other).to(pointer.tensor.dtype)
+    return torch.where(torch.as_tensor(mask), pointer.tensor[place], other)
+
+
+def store(pointer, value, mask=True):
+    place = torch.as_tensor(pointer.place)
+    mask = torch.as_tensor(mask).expand_as(place)
+    pointer.tensor[place[mask]] = torch.as_tensor(value)[mask].to(pointer.tensor.dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Return train_gpt2, with Triton's words spelled in PyTorch, where Triton is not installed."""
+    row = []  # the one that the kernel computes
+    triton = Namespace(jit=lambda kernel: kernel)
+    tl = Namespace(constexpr=int, float32=torch.float32, int64=torch.int64, load=load, store=store)
+    for name in ("arange", "maximum", "exp"):
+        setattr(tl, name, getattr(torch, name))
+    tl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    tl.max, tl.sum, tl.log = torch.amax, torch.sum, torch.log
+    tl.where = lambda *x: torch.where(
+        x[0], *(torch.as_tensor(v, dtype=torch.float32) for v in x[1:])
+    )
+    tl.program_id = lambda axis: torch.tensor(row[-1])
+    tl.static_range, tl.debug_barrier, triton.language = range, lambda: None, tl
+
+    class Launch:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, num_warps: [
+                (row.append(n), self.kernel(*map(Pointer, args[:3]), *args[3:]))
+                for n in range(*grid)
+            ]
+
+    class Operator:
+        def __init__(self, forward):
+            self.forward = forward
+
+        def register_autograd(self, backward, setup_context):
+            members = {
+                "forward": self.forward,
+                "backward": backward,
+                "setup_context": setup_context,
+            }
+            members = {name: staticmethod(call) for name, call in members.items()}
+            self.apply = type("Loss", (torch.autograd.Function,), members).apply
+
+        def __call__(self, *args):
+            return self.apply(*args)
+
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", tl)
+    monkeypatch.setattr(torch.library, "triton_op", lambda *_, **__: Operator)
+    monkeypatch.setattr(torch.library, "wrap_triton", Launch)
+    return Namespace(**runpy.run_path(train_gpt2.__file__))
+
+
+KERNELS = [None, "emulated", pytest.param("triton", marks=[pytest.mark.cuda, KERNEL])]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e4])  # of the logits
 @pytest.mark.parametrize("size", LOSS_SIZES)
-def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypatch):
+def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypatch, request):
     """Padded columns, with the largest logits here, and targets of -1 give neither."""
     N, C, V, padded = size
     torch.manual_seed(0)
@@ -201,11 +277,12 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
     targets = torch.randint(V, (N,))
     targets[1::3] = -1
     importance = torch.linspace(-1, 2, N)
-    if kernel and DEVICE == "cpu":  # which has no product of bfloat16 matrices in float32
+    device = DEVICE if kernel == "triton" else "cpu"
+    if kernel and device == "cpu":  # which has no product of bfloat16 matrices in float32
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
 
     results = []
-    for dtype, where in ((torch.float32, DEVICE if kernel else "cpu"), (torch.float64, "cpu")):
+    for dtype, where in ((torch.float32, device), (torch.float64, "cpu")):
         a, w = (t.to(where, dtype, copy=True).requires_grad_() for t in (x, weight))
         if dtype == torch.float64:
             logits = a @ w[:V].T
@@ -213,7 +290,8 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
                 logits = logits + (logits.bfloat16() - logits).detach()
             losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
         elif kernel:
-            losses = train_gpt2.fused_loss(a.bfloat16(), w, targets.to(where), V)[0]
+            script = train_gpt2 if kernel == "triton" else request.getfixturevalue(kernel)
+            losses = script.fused_loss(a.bfloat16(), w, targets.to(where), V)[0]
         else:
             losses = train_gpt2.head_cross_entropy(a, w, targets, V)
         (losses * importance.to(losses)).sum().backward()
