@@ -1,5 +1,6 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
+import io
 import json
 import os
 import re
@@ -8,11 +9,15 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import test_hellaswag
 import torch
 from conftest import ROOT, load, main, make_process, read_log
 
+import fineweb
+import hellaswag
 import train_gpt2
 from train_gpt2 import COMMANDS, DEFAULTS, FLAGS, GPTConfig, UserError, decide_args
 
@@ -27,14 +32,8 @@ def defaults(**given) -> Namespace:
     return decide({"device": "cpu", "log_dir": "nowhere"} | given)[0]
 
 
-def test_help_has_no_examples_where_python_drops_docstrings(monkeypatch):
-    """As `python -OO` does."""
-    monkeypatch.setattr(train_gpt2, "__doc__", None)
-    assert main("--help") == 0
-
-
-def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys):
-    """Numbers too, unless the default depends on other flags."""
+def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys, monkeypatch):
+    """Numbers too, unless the default depends on other flags. `python -OO` drops the examples."""
     assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert 0 < text.index("python train_gpt2.py --quickstart") < text.index("--model") < 1000
@@ -42,6 +41,33 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys)
         assert f"--{flag}" in text and " ".join(help.split()) in text, flag
         assert default is None or f"(default: {default})" in text, flag
         assert kind is not bool or f"--no-{flag}" in text, flag
+    monkeypatch.setattr(train_gpt2, "__doc__", None)
+    assert main("--help") == 0
+
+
+RECIPE = {
+    "model": "d12", "seq_len": 1024, "max_steps": 19073, "total_batch_size": 2**19, "max_lr": 6e-4,
+    "optimizer": "adamw", "schedule": "cosine", "warmup_steps": 715, "final_lr_frac": 0.1,
+    "weight_decay": 0.1, "grad_clip": 1.0, "zero_init": False, "shuffle": True, "seed": 1337,
+    "data_dir": "edu_fineweb10B", "init_from": "scratch", "val_tokens": 20 * 2**19,
+    "overfit_one_batch": False,
+}  # fmt: skip
+OTHERS = {
+    "prompt": "Hello, I'm a language model,", "num_samples": 4, "max_new_tokens": 64, "top_k": 50,
+    "temperature": 1.0, "save_every": 1000, "keep": 2, "batch_size": 0, "recompute": False,
+    "val_every": None, "hellaswag_every": None, "sample_every": None, "compile": None,
+    "dtype": "auto", "resume": False, "overwrite": False, "quickstart": False, "sample": False,
+    "export_hf": None,
+}  # fmt: skip
+
+
+def test_a_command_without_flags_is_gpt_3s_recipe_for_10_billion_tokens():
+    """What depends on the machine or has a period of its own is settled where it is used."""
+    assert vars(defaults()) == RECIPE | OTHERS | {"device": "cpu", "log_dir": "nowhere"}
+    args, _ = decide({"quickstart": True})
+    assert (args.log_dir, args.device, args.optimizer) == ("log/quickstart", "cpu", "muon")
+    tokens = args.max_steps * args.total_batch_size
+    assert 500_000 < tokens < 2_000_000 and args.total_batch_size % args.seq_len == 0
 
 
 def unusual(row: tuple, n: int):
@@ -255,6 +281,39 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     checkpoint = load("new", 2)
     assert checkpoint["config"]["width"] == checkpoint["args"]["width"] == 6
     assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
+
+
+def test_what_is_printed_appears_at_once(shards, monkeypatch):
+    """Also in a file or a pipe, where Python keeps lines back until there are 8 KB of them."""
+    pipe, seen = io.BytesIO(), {}
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(pipe)))
+
+    def look(module, name):
+        known = getattr(module, name)
+
+        def call(*args, **options):
+            seen[name] = pipe.getvalue().decode()
+            return known(*args, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    look(train_gpt2, "get_lr")
+    assert main("--max_steps 2 --val_every 0") == 0
+    assert "2 steps of 256 tokens" in seen["get_lr"] and "step     0/2 | loss" in seen["get_lr"]
+    look(fineweb, "sample_texts")
+    look(fineweb, "write_shards")
+    Path("a.txt").write_text("text " * 99)
+    fineweb.main(["--files", "a.txt", "--out", "mine", "--tokenizer", "258", "--workers", "1"])
+    assert seen["sample_texts"].endswith("training a tokenizer of 258 tokens: a minute at most\n")
+    assert seen["write_shards"].endswith(
+        "making mine: if interrupted, the same command continues\n"
+    )
+    look(hellaswag, "score")
+    monkeypatch.setattr(hellaswag, "load_model", lambda *_: (test_hellaswag.losses, 1024))
+    monkeypatch.setattr("tiktoken.get_encoding", lambda name: test_hellaswag.BYTES)
+    path = test_hellaswag.write(Path("val.jsonl"), test_hellaswag.make_examples(3))
+    hellaswag.main(["-d", "cpu", "--data", str(path)])
+    assert "build-nanogpt | acc " in seen["score"] and "harness " not in seen["score"]
 
 
 @pytest.mark.slow

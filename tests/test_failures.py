@@ -68,7 +68,7 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert list(read_log()["train"]) == [0]
 
 
-def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused):
+def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsys):
     """With --resume it goes on, and it needs --overwrite to start over."""
     monkeypatch.setattr(fineweb, "main", lambda argv: None)
     small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
@@ -79,7 +79,13 @@ def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused):
         assert len(read_log("log/quickstart")["train"]) == expected
     assert refused("log/quickstart holds a run", "--quickstart")
     monkeypatch.setattr(fineweb, "main", lambda argv: 1 / 0)  # a sample needs no data
-    assert main("--quickstart --sample --init_from log/quickstart") == 0
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"^0$"):
+        train_gpt2.main(["--quickstart", "--sample"])
+    assert capsys.readouterr().out.startswith("sample 0: Return ")
+    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)  # mine.py alone in a folder
+    message = "--quickstart needs fineweb.py beside this script"
+    assert refused(message, "--quickstart --log_dir new", "--data_dir", shards)
 
 
 FULL_DISK = """
@@ -151,18 +157,27 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, wh
     assert contents("log") == old
 
 
-def test_a_pod_with_one_worker_is_one_process(old, monkeypatch):
-    """Some schedulers set torchrun's variables where there is no torchrun."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    assert main("--overwrite --max_steps 1") == 0
-    assert steps() == [1]
-
-
-def test_the_quickstart_needs_fineweb(monkeypatch, refused):
-    """Which makes its data. Of mine.py alone in a folder, this is said in one line."""
-    monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)
-    assert refused("--quickstart needs fineweb.py beside this script", "--quickstart --log_dir new")
+@pytest.mark.parametrize("flags, left", [
+    ("--overwrite --max_steps 3", [3]), ("--overwrite --max_steps 3 --save_every 0", []),
+    ("--resume --max_steps 5 --save_every 1 --keep 1", [5]),
+    ("--resume --max_steps 5 --save_every 1 --keep 3", [3, 4, 5]),
+    ("--resume --max_steps 5 --save_every 2 --keep 0", [1, 2, 4, 5]),
+    ("--resume --max_steps 5 --save_every 0", [1, 2]), ("--init_from log --max_steps 0", [1, 2]),
+    ("--init_from log --sample", [1, 2]), ("--init_from log --export_hf log/sub", [1, 2]),
+    ("--overwrite --log_dir log/sub --init_from log --max_steps 1", [1, 2]),
+])  # fmt: skip
+def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
+    """A user's files stay beside them, whatever they are called."""
+    for name in ("notes.txt", "model_1_copy.pt", "model_best.pt", "xmodel_00001.pt", "sub/x.pt"):
+        Path("log", name).parent.mkdir(exist_ok=True)
+        Path("log", name).write_text("mine")
+    Path("log/unfinished.pt").write_text("of a run that was killed")
+    assert main(flags) == 0
+    assert steps() == left
+    mine = [
+        path for path in Path("log").rglob("*") if path.is_file() and path.read_bytes() == b"mine"
+    ]
+    assert len(mine) == 5
 
 
 def test_an_old_checkpoint_that_another_program_reads_is_deleted_later(shards, monkeypatch):

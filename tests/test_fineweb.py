@@ -426,20 +426,8 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named(monkeypatch):
         fineweb.get_tokenizer.__wrapped__("gpt2")
 
 
-WORDS = [
-    "नमस्ते",
-    "दुनिया",
-    "שָׁלוֹם",
-    "مُحَمَّدٌ",
-    "สวัสดี",
-    "über",
-    "the",
-    "<|endoftext|>",
-    "漢字",
-    "ACGT" * 99,
-    "'s",
-    "12",
-]
+WORDS = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12".split()
+WORDS.append("ACGT" * 99)
 
 
 @pytest.fixture(scope="module")
@@ -456,7 +444,8 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path):
     files, texts, out = own
     meta = read_meta(out)
     enc = fineweb.get_tokenizer(meta["tokenizer"])
-    assert re.match(r"bpe-330-[0-9a-f]{6} ", meta["tokenizer"])
+    name, _, rest = meta["tokenizer"].partition(" ")
+    assert name == f"bpe-330-{hashlib.sha256(rest.encode()).hexdigest()[:6]}"
     assert meta["vocab_size"] == enc.n_vocab == 330 and meta["eot"] == enc.eot_token == 329
     assert enc.decode_tokens_bytes(range(256)) == [bytes([i]) for i in range(256)]
     assert len(enc.encode(" नमस्ते")) == len(enc.encode(" दुनिया")) == 1
@@ -496,7 +485,8 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     build(more, tmp_path / "more", "--tokenizer", out)
     assert read_meta(tmp_path / "more")["tokenizer"] == read_meta(out)["tokenizer"]
     assert "has tokenizer 330, not 500" in refuse(files, out, "--tokenizer", 500)
-    small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99)
+    small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99 + ["qwertz"])
+    assert "it has only" not in capsys.readouterr().out
     build(small, tmp_path / "small", "--tokenizer", 65536)
     assert "it has only 259, because" in capsys.readouterr().out, "ab, abab"
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
@@ -526,9 +516,9 @@ def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
 
 
 def test_the_sample_comes_from_all_files(tmp_path):
-    """From each its share, or all of the text if it is short."""
+    """From each its share, in bytes, or all of the text if it is short."""
     for name, rows in (("a", 900), ("b", 90), ("c", 10)):
-        write_jsonl(tmp_path / f"{name}.jsonl", [name * 100] * rows)
+        write_jsonl(tmp_path / f"{name}.jsonl", [name + "é" * 50] * rows + [None])
     files = {str(path): [path.stat().st_size, ""] for path in sorted(tmp_path.iterdir())}
     counts = {}
     for size in (10**4, 10**6):
@@ -578,11 +568,14 @@ FAILURES = [  # the last batch, which may kill its worker while that sends; what
 
 @pytest.mark.parametrize("failure, message", FAILURES)
 def test_two_processes_keep_the_order_until_one_fails(failure, message):
-    """While one of them works for long, the other one reads about eight batches ahead."""
+    """While one of them works for long, the other one reads about eight batches ahead, and waits."""
     texts = [f"{k}" for k in range(40)]
-    texts[10] *= 300_000
     batches = [*(partial(list, [text]) for text in texts), failure]
+    batches[10] = partial(eval, "[__import__('time').sleep(0.7), '10'][1:]")
+    texts[20] = "Handlers.SIG_IGN"  # a worker leaves Ctrl-C to the main process
+    batches[20] = partial(eval, "[repr(__import__('signal').getsignal(2))[1:17]]")
     unread = iter([([0, k], "x", batch) for k, batch in enumerate(batches)])
+    handler = signal.getsignal(signal.SIGINT)
     encoded = fineweb.tokenize(unread, "bytes", 2)
     for k in range(30):
         place, (tokens, _) = next(encoded)
@@ -590,6 +583,37 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
         assert length_hint(unread) >= 31 - k
     with pytest.raises(fineweb.UserError, match=message):
         list(encoded)
+    assert signal.getsignal(signal.SIGINT) == handler
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "tsv", "parquet", "csv.gz"])
+def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch):
+    """In each format whose files are read in blocks, of more than 4 MB in .csv. Texts have line ends."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", 2**16)
+    monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**16)
+    end = " " if suffix == "tsv" else "\n"  # a .tsv has no quotes
+    lines = [f"of document {k}, with an é{end}" * 4 for k in range(9000)]
+    texts = [f"text {k}{end}" + line * (1 + k % 7) for k, line in enumerate(lines)]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        write_parquet(path, texts, rows=4500)
+    elif suffix == "jsonl":
+        write_jsonl(path, texts)
+    else:
+        table = "id,text\n" + "".join(f'{k},"{text}"\n' for k, text in enumerate(texts))
+        if suffix == "tsv":
+            table = "id\ttext\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(texts))
+        content = ("<|endoftext|>\n".join(texts) if suffix == "txt" else table).encode()
+        path.write_bytes(gzip.compress(content, 1) if suffix == "csv.gz" else content)
+    found, shares = [], [0.0]
+    for share, batch in fineweb.read_file(str(path), path.stat().st_size, "text"):
+        shares.append(share)
+        first, *others = batch()
+        if first:  # continues the document before it
+            found[-1] += first
+        found += others
+    assert found == texts and len(shares) > 2
+    assert shares == sorted(shares) and shares[-1] == 1, "how much of the file was read"
 
 
 def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
@@ -610,6 +634,14 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
         out = build(path, tmp_path / path.name.replace(".", "_"), *options)
         assert read_split(out, "val") == to_tokens(texts)[:7000], path.name
         assert read_split(out, "train") == to_tokens(texts)[7000:], path.name
+
+
+def test_a_file_may_be_replaced_between_two_runs(tmp_path):
+    """In one process, as in a notebook, which keeps a .parquet file open."""
+    for n in (1, 2):
+        write_parquet(tmp_path / "a.parquet", [f"text {n}"] * n)
+        out = build(tmp_path / "a.parquet", tmp_path / f"{n}", "--val_share", 0)
+        assert read_split(out, "train") == to_tokens([f"text {n}"] * n)
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
@@ -729,6 +761,8 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
     ("a.parquet", {"id": [1], "body": ["A"]}, "", "columns ['id', 'body'], expected text: see"),
     ("a.parquet", {"text": ["A"], "id": [5]}, "--text_key id", "expected a text: see --text"),
+    ("a.parquet", {"text": pyarrow.array([], "string")}, "--val_share 0", "no training tokens"),
+    ("a.jsonl", GOOD + b'{"body": 1}\n', "--tokenizer 300", "a.jsonl: line 2: expected lines like"),
     ("a.Parquet", {"text": pyarrow.array([b"A", b"\xff"]).view("string")}, "", "UnicodeDecode"),
 ]
 

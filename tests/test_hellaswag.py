@@ -75,6 +75,49 @@ def choose_plainly(example, convention, block_size):
     return sums.index(min(sums)), means.index(min(means))
 
 
+# What each byte of an ending costs in the table below: all others 3, those beyond ASCII 1
+COSTS = torch.tensor([3.0] * 128 + [1.0] * 128)
+COSTS[list(b" ox")] = torch.tensor([2.0, 1.0, 5.0])
+# Endings, their label, and by hand the choices (acc, acc_norm) in four ways: of build-nanogpt, which
+# divides by tokens, here bytes with that of the blank, and of the harness, by characters without it;
+# and again where the context has 5 tokens, of which both see the last ones of an ending
+TABLE = [
+    (["oo", "xx", "ooooooooo", "x"], 0, (0, 2), (0, 2), (0, 2), (0, 2)),
+    (["o", "xooooo", "xx", "xxx"], 0, (0, 0), (0, 1), (0, 1), (0, 1)),
+    (["привет", "oooo", "xoo", "ooxoo"], 1, (1, 0), (1, 1), (0, 0), (0, 0)),
+    (["漢字漢字", "😀", "oo", "x"], 2, (2, 0), (2, 2), (2, 0), (2, 0)),
+    (["สวัสดี", "oooooooxoo", "oox", "oo"], 1, (3, 0), (3, 1), (3, 0), (3, 0)),
+    (["[step] oo", "xx", "x", "ёx"], 3, (2, 3), (0, 0), (2, 0), (0, 0)),
+]
+SCORES = [
+    "build-nanogpt | acc 4/6 = 0.6667 +- 0.1925 | acc_norm 2/6 = 0.3333 +- 0.1925",
+    "harness       | acc 4/6 = 0.6667 +- 0.1925 | acc_norm 3/6 = 0.5000 +- 0.2041",
+    "build-nanogpt | acc 3/6 = 0.5000 +- 0.2041 | acc_norm 0/6 = 0.0000 +- 0.0000",
+    "harness       | acc 3/6 = 0.5000 +- 0.2041 | acc_norm 0/6 = 0.0000 +- 0.0000",
+]
+
+
+@pytest.mark.parametrize("way", range(4))
+def test_six_examples_are_scored_as_by_hand(way, tmp_path):
+    """In other alphabets and lengths. The +- is the standard error of a share, sqrt(p (1 - p) / n)."""
+    model = lambda x, y: torch.where(y < 0, 0.0, COSTS[y.clamp(min=0)])  # noqa: E731
+    context, path = (1024, 1024, 5, 5)[way], tmp_path / "val.jsonl"
+
+    def score(examples: list[dict]) -> hellaswag.Score:
+        loaded = hellaswag.load(write(path, examples), BYTES, context, CONVENTIONS[way % 2])
+        return hellaswag.score(model, loaded, "cpu")
+
+    examples = []
+    for endings, label, *choices in TABLE:
+        example = {"activity_label": "Ö", "ctx": "о чём", "endings": endings}
+        scores = [score([example | {"label": i}]) for i in range(4)]
+        assert [(s.acc, s.acc_norm) for s in scores] == [
+            (int(i == choices[way][0]), int(i == choices[way][1])) for i in range(4)
+        ], endings
+        examples.append(example | {"label": label})
+    assert str(score(examples)) == SCORES[way]
+
+
 def test_choices_are_those_of_one_row_at_a_time(tmp_path):
     """The counts are right where every label is what one of the measures must choose."""
     examples, found = make_examples(60), []
@@ -153,6 +196,7 @@ def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch)
     monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(b"{}").hexdigest())
     with pytest.raises(ConnectionError, match=f"^[^\n]* as {hellaswag.FILE}$"):
         hellaswag.fetch()
+    assert answers.call_args.args == (hellaswag.URL,) and answers.call_args.kwargs["timeout"] > 0
     assert not list(tmp_path.glob("new/*"))
     assert list(hellaswag.iterate_examples("val")) == [{}] == list(hellaswag.iterate_examples())
 
@@ -171,35 +215,65 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
         hellaswag.load(path, BYTES, 1024)
 
 
-@pytest.mark.slow
-@needs_data
-def test_command_line(tmp_path, monkeypatch, capsys):
-    """One process, two, and a padded model print the same two lines. A mistake is one line."""
+@pytest.fixture
+def folders(tmp_path, monkeypatch) -> list[str]:
+    """Make models of many kinds with a context of 24 tokens, and return flags that score one."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.jsonl", make_examples(9))
     for size in (50257, 50256, 60000):
-        config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1)
+        config = GPT2Config(vocab_size=size, n_embd=8, n_layer=1, n_head=1, n_positions=24)
         GPT2LMHeadModel(config).save_pretrained(str(size))
-    model = GPT2LMHeadModel.from_pretrained("50257")
+    model = GPT2LMHeadModel.from_pretrained("50257", dtype=torch.float32)
     model.resize_token_embeddings(50304)
     model.transformer.wte.weight.data[50257:] = 100 * model.transformer.wte.weight.data[:47]
     model.save_pretrained("padded")
+    model.bfloat16().save_pretrained("half")
     config = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     LlamaForCausalLM(LlamaConfig(vocab_size=50257, **config)).save_pretrained("llama")
     shutil.copytree("50257", "bytes")
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer="bytes"), "bytes")
-    flags = ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
-    hellaswag.main(flags)
+    return ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]
+
+
+@needs_data
+def test_the_command_line_scores_a_model_in_its_context(folders, monkeypatch, capsys):
+    """Weights are read in float32, and computed in --dtype. Padding does not count. A mistake is one
+    line with status 2."""
+    seen, measure = [], hellaswag.token_losses
+
+    def spy(logits, y):
+        seen.append((logits.dtype, logits.size(2), torch.is_grad_enabled()))
+        assert logits.size(1) <= 24
+        return measure(logits, y)
+
+    monkeypatch.setattr(hellaswag, "token_losses", spy)
+    hellaswag.main(folders)
     one = capsys.readouterr().out
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
-    hellaswag.main([*flags, "-m", "padded"])
+    hellaswag.main([*folders, "-m", "padded"])
     assert capsys.readouterr().out == one
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *flags], text=True) == one
-    mistakes = "-m 50256, -m 60000, -m bytes, -m llama, -n x, -n 0, -d tpu, --data nowhere"
+    hellaswag.main([*folders, "-m", "half"])
+    assert {*seen} == {(torch.float32, 50257, False)}
+    seen.clear()
+    hellaswag.main([*folders, "--dtype", "bfloat16"])
+    assert {*seen} == {(torch.bfloat16, 50257, False)}
+    mistakes = "-m 50256, -m 60000, -m bytes, -m llama, -m ., -n x, -n 0, -d tpu, --data nowhere"
     for mistake in map(str.split, mistakes.split(", ")):
-        with pytest.raises(SystemExit, match="2"):
-            hellaswag.main([*flags, *mistake])
-        assert mistake[1] in capsys.readouterr().err.splitlines()[-1]
+        capsys.readouterr()
+        with pytest.raises(SystemExit, match=r"^2$"):
+            hellaswag.main([*folders, *mistake])
+        err = capsys.readouterr().err
+        expected = {".": "python train_gpt2.py --init_from . --max_steps 0"}
+        assert err.count("\n") == 1 and expected.get(mistake[1], mistake[1]) in err
+
+
+@pytest.mark.slow
+@needs_data
+def test_two_processes_print_what_one_does(folders, capsys):
+    """Once."""
+    hellaswag.main(folders)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    out = subprocess.check_output([*torchrun, ROOT / "hellaswag.py", *folders], text=True)
+    assert out == capsys.readouterr().out

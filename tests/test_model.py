@@ -2,6 +2,8 @@
 
 import json
 import os
+import runpy
+import sys
 from argparse import Namespace
 from dataclasses import replace
 
@@ -69,7 +71,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(size):
 
 
 def test_the_table_of_sizes_is_that_of_the_papers():
-    """The papers give these numbers of parameters, GPT-2 124,439,808. Rates fall with the size."""
+    """The papers give these numbers of parameters, GPT-2 124,439,808. Rates are GPT-3's."""
     parameters = sum(p.numel() for p in GPT(GPTConfig(), seed=None).parameters())
     assert parameters - (50304 - 50257) * 768 == 124_439_808
     millions = {"d12": 124.4, "d24": 354.8, "d36": 774, "d48": 1557.6}
@@ -77,8 +79,10 @@ def test_the_table_of_sizes_is_that_of_the_papers():
         n_layer, n_head, n_embd, _ = SIZES[size]
         count = n_layer * (12 * n_embd**2 + 13 * n_embd) + (50257 + 1024 + 2) * n_embd
         assert count / 1e6 == pytest.approx(number, rel=2e-3) and n_embd % n_head == 0, size
-    rates = [values[-1] for size, values in SIZES.items() if size.startswith("d")]
-    assert rates == sorted(rates, reverse=True) and rates[0] == 6e-4
+    shapes = {size: values[:3] for size, values in SIZES.items()}
+    assert (shapes["tiny"], shapes["d6"]) == ((4, 4, 128), (6, 6, 384)), "for a CPU, and 30M"
+    heads_and_rates = [values[1::2] for size, values in SIZES.items() if size in millions]
+    assert heads_and_rates == [(12, 6e-4), (16, 3e-4), (20, 2.5e-4), (25, 2e-4)]
 
 
 def test_initial_weights_have_gpt_2s_deviations():
@@ -157,7 +161,16 @@ def test_mfu_counts_every_matrix_once_and_half_of_attention():
     """6 N + 6 L C T operations a token for d12 are 798M, over 989 TFLOP/s of an H100 each."""
     model = GPT(GPTConfig(), seed=None)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
-    peaks = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA L40S": 362e12}
+    peaks = {
+        "B200": 2250,
+        "H200": 989,
+        "H100 80GB HBM3": 989,
+        "H100 PCIe": 756,
+        "A100 80GB PCIe": 312,
+    }
+    peaks |= {"A100-SXM4-40GB": 312, "A100-SXM4-80GB": 312, "L40S": 362, "L4": 121, "A10G": 70}
+    peaks |= {"GeForce RTX 5090": 210, "GeForce RTX 4090": 165, "GeForce RTX 3090": 71}
+    peaks = {f"NVIDIA {name}": 1e12 * peak for name, peak in peaks.items()} | {"Tesla T4": 65e12}
     others = "New GPU; NVIDIA T400 4GB; RTX 3090 Ti; RTX 4090 Laptop GPU; H100 80GB MIG 1g.10gb"
     for name, peak in (peaks | dict.fromkeys(others.split("; "))).items():
         run = make_process(0, 8, device_name=name, dtype="bfloat16")
@@ -176,10 +189,84 @@ CAN_RUN = train_gpt2.triton and (DEVICE == "cuda" or os.environ.get("TRITON_INTE
 KERNEL = pytest.mark.skipif(not CAN_RUN, reason="needs a GPU, or Triton and TRITON_INTERPRET=1")
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=[pytest.mark.cuda, KERNEL])])
+class Pointer:
+    """A place in a tensor, or many, as the kernel computes with them."""
+
+    def __init__(self, tensor, place=0):
+        self.tensor, self.place = tensor.view(-1), place
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.place + offset)
+
+
+def load(pointer, mask=True, other=0.0):
+    place = torch.where(torch.as_tensor(mask), torch.as_tensor(pointer.place), 0)
+    other = torch.as_tensor(other).to(pointer.tensor.dtype)
+    return torch.where(torch.as_tensor(mask), pointer.tensor[place], other)
+
+
+def store(pointer, value, mask=True):
+    place = torch.as_tensor(pointer.place)
+    mask = torch.as_tensor(mask).expand_as(place)
+    pointer.tensor[place[mask]] = torch.as_tensor(value)[mask].to(pointer.tensor.dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Return train_gpt2, with Triton's words spelled in PyTorch, where Triton is not installed."""
+    row = []  # the one that the kernel computes
+    triton = Namespace(jit=lambda kernel: kernel)
+    tl = Namespace(constexpr=int, float32=torch.float32, int64=torch.int64, load=load, store=store)
+    for name in ("arange", "maximum", "exp"):
+        setattr(tl, name, getattr(torch, name))
+    tl.maximum = lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b))
+    tl.max, tl.sum, tl.log = torch.amax, torch.sum, torch.log
+    tl.where = lambda *x: torch.where(
+        x[0], *(torch.as_tensor(v, dtype=torch.float32) for v in x[1:])
+    )
+    tl.program_id = lambda axis: torch.tensor(row[-1])
+    tl.static_range, tl.debug_barrier, triton.language = range, lambda: None, tl
+
+    class Launch:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *args, num_warps: [
+                (row.append(n), self.kernel(*map(Pointer, args[:3]), *args[3:]))
+                for n in range(*grid)
+            ]
+
+    class Operator:
+        def __init__(self, forward):
+            self.forward = forward
+
+        def register_autograd(self, backward, setup_context):
+            members = {
+                "forward": self.forward,
+                "backward": backward,
+                "setup_context": setup_context,
+            }
+            members = {name: staticmethod(call) for name, call in members.items()}
+            self.apply = type("Loss", (torch.autograd.Function,), members).apply
+
+        def __call__(self, *args):
+            return self.apply(*args)
+
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.language", tl)
+    monkeypatch.setattr(torch.library, "triton_op", lambda *_, **__: Operator)
+    monkeypatch.setattr(torch.library, "wrap_triton", Launch)
+    return Namespace(**runpy.run_path(train_gpt2.__file__))
+
+
+KERNELS = [None, "emulated", pytest.param("triton", marks=[pytest.mark.cuda, KERNEL])]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e4])  # of the logits
 @pytest.mark.parametrize("size", LOSS_SIZES)
-def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypatch):
+def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypatch, request):
     """Padded columns, with the largest logits here, and targets of -1 give neither."""
     N, C, V, padded = size
     torch.manual_seed(0)
@@ -190,11 +277,12 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
     targets = torch.randint(V, (N,))
     targets[1::3] = -1
     importance = torch.linspace(-1, 2, N)
-    if kernel and DEVICE == "cpu":  # which has no product of bfloat16 matrices in float32
+    device = DEVICE if kernel == "triton" else "cpu"
+    if kernel and device == "cpu":  # which has no product of bfloat16 matrices in float32
         monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
 
     results = []
-    for dtype, where in ((torch.float32, DEVICE if kernel else "cpu"), (torch.float64, "cpu")):
+    for dtype, where in ((torch.float32, device), (torch.float64, "cpu")):
         a, w = (t.to(where, dtype, copy=True).requires_grad_() for t in (x, weight))
         if dtype == torch.float64:
             logits = a @ w[:V].T
@@ -202,7 +290,8 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
                 logits = logits + (logits.bfloat16() - logits).detach()
             losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
         elif kernel:
-            losses = train_gpt2.fused_loss(a.bfloat16(), w, targets.to(where), V)[0]
+            script = train_gpt2 if kernel == "triton" else request.getfixturevalue(kernel)
+            losses = script.fused_loss(a.bfloat16(), w, targets.to(where), V)[0]
         else:
             losses = train_gpt2.head_cross_entropy(a, w, targets, V)
         (losses * importance.to(losses)).sum().backward()
@@ -225,22 +314,30 @@ def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
     assert not torch.equal(text, generate(model, prompt, flags(temperature=0, seq_len=16)))
 
 
-def test_temperature_and_top_k_shape_the_distribution():
+@pytest.mark.parametrize("temperature", [0.6, 1.5])
+@pytest.mark.parametrize(
+    "top_k, allowed", [(2, [1, 2]), (3, [0, 1, 2]), (0, [0, 1, 2, 3]), (9, [0, 1, 2, 3])]
+)
+def test_temperature_and_top_k_shape_the_distribution(top_k, allowed, temperature):
     """The k most likely tokens are drawn, in the shares of softmax(logits / T), or none if T is 0."""
-    logits = torch.tensor([1.0, 3.0, 2.0, -1.0])
+    logits = torch.tensor([1.0, 3.0, 2.0, -0.5])
     model = lambda tokens: logits.expand(*tokens.shape, 4)  # noqa: E731
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
-    for top_k, allowed in ((2, [1, 2]), (3, [0, 1, 2]), (0, [0, 1, 2, 3]), (9, [0, 1, 2, 3])):
-        drawn = generate(model, prompt, flags(max_new_tokens=1, temperature=1.5, top_k=top_k))[:, 1]
-        shares = torch.bincount(drawn, minlength=4) / 20000
-        expected = torch.zeros(4)
-        expected[allowed] = F.softmax(logits[allowed] / 1.5, dim=0)
-        torch.testing.assert_close(shares, expected, atol=0.015, rtol=0)
-        assert drawn.unique().tolist() == allowed
-    logits[2] = logits[1]
     before = torch.get_rng_state()
-    texts = generate(model, prompt, flags(max_new_tokens=1, temperature=0))
-    assert len(texts[:, 1].unique()) == 1
+
+    def draw(**given) -> torch.Tensor:
+        return generate(model, prompt, flags(max_new_tokens=1, top_k=top_k, **given))[:, 1]
+
+    drawn = draw(temperature=temperature)
+    shares = torch.bincount(drawn, minlength=4) / 20000
+    expected = torch.zeros(4)
+    expected[allowed] = F.softmax(logits[allowed] / temperature, dim=0)
+    torch.testing.assert_close(shares, expected, atol=0.015, rtol=0)
+    assert drawn.unique().tolist() == allowed
+    assert torch.equal(drawn, draw(temperature=temperature))
+    assert not torch.equal(drawn, draw(temperature=temperature, seed=4))
+    logits[2] = logits[1]
+    assert len(draw(temperature=0).unique()) == 1
     assert torch.equal(before, torch.get_rng_state()), "training's random numbers are its own"
 
 

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from conftest import contents, hook, leaves, load, main, read_log, run, steps
 import train_gpt2
 
 KILLS = int(os.environ.get("GPT2_TEST_KILLS", "8"))
+STREAMS = {"total_batch_size", "vocab_size", "val", "bpb", "hella", "train", "lr", "norm", "dt"}
 
 
 def assert_same_run(a, b) -> None:
@@ -215,19 +217,29 @@ def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
     assert list(read_log()["val"]) == [0, 2, 4]
 
 
-def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards):
-    """Also its last validation, off --val_every. One that is due again stands twice, as it was."""
-    flags = "--val_every 2 --save_every 2 --keep 0 --resume --log_dir"
+def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
+    """Of every stream, and of the last step, off its period. What is due again stands twice, as it was."""
+    fake = Namespace(
+        fetch=str, load=lambda *_: "examples", score=lambda *_: Namespace(acc_norm=1, n=4)
+    )
+    monkeypatch.setitem(sys.modules, "hellaswag", fake)
+    flags = "--val_every 2 --hellaswag_every 3 --save_every 2 --keep 0 --resume --log_dir"
     assert main(flags, "a", "--max_steps 5") == 0
     broken = break_off("a", "b", 4)
     assert main(flags, broken, "--max_steps 5") == 0
     assert_same_run("a", broken)
+    before = Path("b/log.txt").read_text().splitlines()
+    assert {line.split()[1] for line in before} == STREAMS
     assert main(flags, broken, "--max_steps 8") == 0
-    records = [line.split() for line in Path("b/log.txt").read_text().splitlines()]
-    validations = [(int(step), value) for step, stream, value in records if stream == "val"]
-    assert [step for step, _ in validations] == [0, 2, 4, 4, 5, 6, 8]
-    assert len({*validations}) == 6
-    assert sorted(read_log("b")["train"]) == [*range(8)]
+    after = Path("b/log.txt").read_text().splitlines()
+    assert after[: len(before)] == before
+    records = [line.split() for line in after]
+    found = {name: [int(step) for step, x, _ in records if x == name] for name in STREAMS}
+    expected = {name: [0, 1, 2, 3, 4, 4, 5, 6, 7] for name in ("train", "lr", "norm", "dt")}
+    expected |= {name: [0, 2, 4, 4, 5, 6, 8] for name in ("val", "bpb")}
+    expected |= {"hella": [3, 5, 6, 8], "total_batch_size": [0], "vocab_size": [0]}
+    assert found == expected
+    assert len({tuple(record) for record in records if record[1] == "val"}) == 6
 
 
 @pytest.mark.parametrize("edit", ["", "# an edit"])

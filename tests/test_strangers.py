@@ -7,11 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-import pyarrow
 import pytest
 import torch
 from conftest import SMALL, main, write_shards
-from pyarrow import parquet
 
 import fineweb
 import train_gpt2
@@ -111,6 +109,7 @@ REFUSED = {
     "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "--init_from hf: expected gpt2 ... "),
     "an own source": ("--overwrite --init_from log", {"log/model_00002.pt": saved(RUN)}, "--overwrite would delete what --init_from names"),
     "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
+    "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "an odd number of bytes": ("", {"data/a_train.bin": b"odd"}, "a_train.bin cannot be loaded"),
     "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
@@ -135,6 +134,7 @@ TAKEN = {
     "a long prompt": (f"--sample_every 2 --prompt '{'long ' * 9}'", {}, "sample 3: long long "),
     "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
+    "a log_dir in new folders": ("--log_dir a/b/c", {}, "saved a/b/c/model_00002.pt"),
     "a large B": ("--batch_size 999", {}, "B 16\n"),
 }  # fmt: skip
 
@@ -158,27 +158,26 @@ def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, re
         assert refused(text, *flags) and snapshot() == before
 
 
-def test_openais_models_have_two_names(monkeypatch):
-    """The hub shows the longer one."""
-    monkeypatch.setattr(train_gpt2, "load_hf", lambda name: name)
-    for size in ("", "-medium", "-large", "-xl"):
-        for name in (f"gpt2{size}", f"openai-community/gpt2{size}"):
-            assert train_gpt2.load_source(name) == name
-
-
-def test_pydocs_has_the_order_of_names(tmp_path, monkeypatch):
-    """That of a disk is another one on each machine."""
-    for name in "ab":
-        (tmp_path / f"{name}.py").write_text(f'"""{name * 300}"""')
-    monkeypatch.setattr(os, "walk", lambda top: [(str(tmp_path), [], ["b.py", "a.py"])])
-    *_, first, second = fineweb.read_pydocs()
-    assert (first[:3], second[:3]) == ("a: ", "b: ")
-
-
-def test_several_large_row_groups_give_each_row_once(tmp_path, monkeypatch):
-    """As a .parquet file of pandas with more than a million rows has them."""
-    texts = [f"text {i}" for i in range(700)]
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet", row_group_size=300)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", 100)  # bytes
-    batches = fineweb.read_parquet(str(tmp_path / "x.parquet"), "text")
-    assert [text for _, batch in batches for text in batch() if text] == texts
+def test_pydocs_are_topics_and_docstrings_in_the_order_of_names(tmp_path, monkeypatch):
+    """That of a disk is another one on each machine. A long paragraph counts once, a text of 200
+    characters or less not at all, and modules of tests and tables are passed over."""
+    a, b, c, d = (f"{letter} " * 120 for letter in "abcd")
+    pages = {"b": f"\n{b}\n \n{a}\n", "a": f"‘{a}’ “x” –\tx\n\nshort\n\nshort", "short": "z" * 199}
+    monkeypatch.setattr("pydoc_data.topics.topics", pages)
+    code = f'"""{c}"""\nclass C:\n """Of C."""\n async def f(self):\n  "{d}"\ndef g():\n "{b}"\n'
+    files = {"z/m.py": code, "b.py": f'"{d} of b"', "a.py": code + "\n# end", "x.txt": code}
+    names = "test tests my_test my_tests site-packages dist-packages idlelib lib2to3 turtledemo encodings"
+    files |= {f"{name}/m.py": f'"{name} {d}"' for name in [*names.split(), "pydoc_data"]}
+    files["latest/m.py"] = f'"{a} of latest"'
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(os, "__file__", str(tmp_path / "os.py"))
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: ((x, y, sorted(z)[::-1]) for x, y, z in walk(top)))
+    a, b, c, d = (x.rstrip() for x in (a, b, c, d))
+    assert [*fineweb.read_pydocs()] == [
+        f"'{a} ' \"x\" - x\n\nshort\n\nshort\n", f"{b}\n\n{a}\n",
+        f"a: {c}\n\na.C: Of C.\n\na.C.f: {d}\n\na.g: {b}\n", f"b: {d}  of b\n",
+        f"m: {a}  of latest\n", f"m: {c}\n\nm.C: Of C.\n\nm.C.f: {d}\n\nm.g: {b}\n",
+    ]  # fmt: skip

@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import DATA, ROOT, SMALL, load, main, make_process, needs_data, read_log, state, steps
+from test_hellaswag import make_examples, write
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
 
 import fineweb
+import hellaswag
 import train_gpt2
 from train_gpt2 import GPT, Muon, get_lr
 
@@ -122,8 +124,9 @@ def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
 def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_losses):
     """And the first, last and skipped ones. log.txt has all. A validation of 9 s is not in dt."""
     break_losses(lambda n, losses: losses * math.nan if n == 6 else losses)
-    # It is read twice a step: a step begins when the one before it ends
-    clock = itertools.chain([100.0], (100 + n / 4 for n in itertools.count(1) for _ in range(2)))
+    # It is read twice a step: a step begins when the one before it ends. Step 6 takes 8 s more
+    ticks = (100 + n / 4 + 8 * (n >= 43) for n in itertools.count(1) for _ in range(2))
+    clock = itertools.chain([100.0], ticks)
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(
         train_gpt2, "validate", lambda *_: (sum(next(clock) for _ in range(72)), 1.0)
@@ -136,11 +139,14 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     form += rf"0 lr \d\.\d{{4}}e-\d\d\n0 norm {number}\n0 dt 250\.00\n1 train "
     assert re.match(form, Path("log/log.txt").read_text())
     out = capsys.readouterr().out
+    assert "test, 38,272 parameters, on 1 x cpu\n" in out
     assert "15 steps of 256 tokens, 3,840 in all, 1.74 epochs, float32, B 16\n" in out
     line = rf"step +(\d+)/15 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
     line += r"\| dt: 250\.00ms \| tok/sec: 1024 \| mfu: 50\.0% \| 0:00:0(\d) left\n"
     assert re.findall(line, out) == [("0", "4"), ("4", "2"), ("10", "1"), ("14", "0")]
-    assert re.search(r"step     6/15 \| loss: nan .* \| update skipped \| 0:00:02 left\n", out)
+    assert re.search(
+        r"step     6/15 \| loss: nan .*: 8250\.00ms \| .* \| update skipped \| 0:00:02 left\n", out
+    )
     assert out.count(" | loss: ") == 5
     assert re.search(rf"step    15/15 \| val loss: {number} \| bits per byte: {number}\n", out)
 
@@ -164,18 +170,34 @@ def test_bits_per_byte_are_those_of_the_text(shards):
         )
 
 
-def test_the_last_update_is_evaluated_sampled_and_saved(shards, capsys):
-    """And every multiple of its interval. New weights are not sampled, and 0 is never."""
-    log = train("--max_steps 7 --val_every 3 --sample_every 5 --save_every 2")
-    assert list(log["val"]) == [0, 3, 6, 7]
+def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, capsys, monkeypatch):
+    """HellaSwag also where no validation is due. New weights write nothing, and 0 is never."""
+    score = lambda model, examples, *_: Namespace(acc_norm=3, acc=2, n=4)  # noqa: E731
+    fake = Namespace(fetch=str, load=lambda *_: "examples", score=score)
+    monkeypatch.setitem(sys.modules, "hellaswag", fake)
+    every = {"val": 3, "hellaswag": 4, "sample": 5, "save": 2}
+    log = train("--max_steps 7 " + " ".join(f"--{name}_every {n}" for name, n in every.items()))
+    assert list(log["val"]) == list(log["bpb"]) == [0, 3, 6, 7]
+    assert log["hella"] == {4: 0.75, 7: 0.75}
     assert list(log["train"]) == list(log["lr"]) == list(log["norm"]) == list(range(7))
     assert steps() == [6, 7], "the two newest of four"
-    assert capsys.readouterr().out.count("sample 0:") == 2  # at 5 and 7
+    out = capsys.readouterr().out
+    assert out.endswith("--sample --init_from log --seed 1\n") and "\nnext: python " in out
+    assert re.findall(r"saved .*_(\d+)\.pt|(sample 0)|step +(\d)/7 \| HellaSwag: 0\.7500", out) == [
+        (*saved,) for saved in [
+            ("00000", "", ""), ("00002", "", ""), ("00004", "", ""), ("", "", "4"),
+            ("", "sample 0", ""), ("00006", "", ""), ("00007", "", ""), ("", "", "7"),
+            ("", "sample 0", ""),
+        ]
+    ]  # fmt: skip
     Path("log/model_100000.pt").touch()
     assert steps() == [6, 7, 100000], "in the order of numbers"
     log = train("--max_steps 3 --save_every 0", "never")
     assert "val" not in log and os.listdir("never") == ["log.txt"]
-    assert "sample 0:" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
+    main("--max_steps 3 --save_every 1 --keep 0 --val_every 0 --log_dir all")
+    assert steps("all") == [1, 2, 3]
 
 
 @pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
@@ -210,18 +232,45 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in ("one", "", "two")]
 
 
-def test_dtypes_round_and_no_more(shards, monkeypatch):
-    """Losses are near float32's. Only bfloat16, with its range, has a residual stream of 16 bits."""
-    losses, streams, forward = {}, [], train_gpt2.Block.forward
-    spy = lambda self, x: (streams.append(x.dtype), forward(self, x))[1]  # noqa: E731
+@pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
+def test_a_run_computes_in_its_dtype_and_its_residual_stream_in_16_bits_if_the_range_is_enough(
+    shards, monkeypatch, dtype, most
+):
+    """In training, validation, HellaSwag and samples, each near float32's losses."""
+    path = write(Path("hella.jsonl"), make_examples(3))
+    monkeypatch.setattr(hellaswag, "fetch", lambda: path)
+    seen, places, forward = set(), ["training"], train_gpt2.Block.forward
+
+    def spy(self, x):
+        half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        seen.add((places[-1], half, x.dtype))
+        return forward(self, x)
+
+    def mark(module, name):
+        call = getattr(module, name)
+
+        def marked(*args, **options):
+            places.append(name)
+            result = call(*args, **options)
+            places.pop()
+            return result
+
+        monkeypatch.setattr(module, name, marked)
+
+    for module, name in ((train_gpt2, "validate"), (hellaswag, "score"), (train_gpt2, "generate")):
+        mark(module, name)
     monkeypatch.setattr(train_gpt2.Block, "forward", spy)
-    for dtype, most in (("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)):
-        log = train(f"--max_steps 3 --dtype {dtype}", dtype)
-        losses[dtype] = np.array(list(log["train"].values()))
-        error = np.abs(losses[dtype] - losses["float32"]).max()
-        assert 0 < error < most or dtype == "float32"
-        assert {*streams} == {torch.bfloat16 if dtype == "bfloat16" else torch.float32}
-        streams.clear()
+    flags = "--max_steps 3 --val_every 3 --hellaswag_every 3 --sample_every 3 --dtype"
+    plain, log = train(f"{flags} float32", "plain"), {}
+    seen.clear()
+    log = train(f"{flags} {dtype}")
+    half = getattr(torch, dtype)
+    stream = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    assert seen == {(p, half, stream) for p in ("training", "validate", "score", "generate")}
+    for name in ("train", "val", "bpb"):
+        errors = [abs(log[name][step] - plain[name][step]) for step in plain[name]]
+        assert 0 < max(errors) < 2 * most or (dtype == "float32" and max(errors) == 0)
+    assert main(f"--init_from log --sample --dtype {dtype} --prompt ''") == 0
 
 
 def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[float]:
@@ -312,16 +361,19 @@ def test_updates_of_muon_are_their_formula():
         torch.testing.assert_close(buffers, averages, atol=1e-6, rtol=0, check_dtype=False)
 
 
-@pytest.mark.parametrize("grad_clip", [0.25, 0])
-def test_the_gradient_is_clipped_to_grad_clip(shards, monkeypatch, grad_clip):
+@pytest.mark.parametrize("grad_clip, scale", [(0.25, 1), (0, 1), (3, 1), (0.1, 0.2)])
+def test_the_gradient_is_clipped_to_grad_clip(shards, monkeypatch, break_losses, grad_clip, scale):
     """Plain SGD moves by the rate times the clipped norm; the norm in the log is not clipped."""
     monkeypatch.setattr(GPT, "configure_optimizers", lambda model, *_: [SGD(model.parameters(), 1)])
+    break_losses(lambda n, losses: losses * scale)
     flags = "--max_steps 1 --max_lr 1 --warmup_steps 0 --batch_size 4"
     log = train(f"{flags} --grad_clip {grad_clip}")
-    assert log["norm"][0] == pytest.approx(NORM, rel=1e-3) and log["lr"][0] == 1
+    norm = scale * NORM
+    assert log["norm"][0] == pytest.approx(norm, rel=1e-3) and log["lr"][0] == 1
     after = load("log", 1)["model"]
     moved = [(p - after[name]).double().square().sum() for name, p in GPT(SMALL).named_parameters()]
-    assert sum(moved).sqrt().item() == pytest.approx(grad_clip or NORM, rel=1e-3)
+    expected = min(grad_clip or norm, norm)
+    assert sum(moved).sqrt().item() == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
