@@ -682,7 +682,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
     args.out = os.path.expanduser(args.out or FOLDERS.get((args.dataset, args.name), ""))
     require(args.out, "--out FOLDER is needed: where do the shards go?")
-    args.tokenizer = args.tokenizer or {"pydocs": "bytes"}.get(args.dataset, "gpt2")
+    args.tokenizer = args.tokenizer or {"pydocs": "2048"}.get(args.dataset, "gpt2")
     if args.tokenizer.isdecimal():
         require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
     if args.workers is None:
@@ -724,14 +724,9 @@ def main(argv: list[str] | None = None) -> None:
             print(f"a token has {size:.2f} bytes")
         if args.tokenizer == "gpt2" and size < 3:  # English has 4.6
             print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
-            more = [
-                "--tokenizer",
-                "4096",
-                "--out",
-                f"{args.out}_4096",
-            ]  # of two --out, the last counts
-            words = [*(sys.argv[1:] if argv is None else argv), *more]
-            print(f"python fineweb.py {shlex.join(words)}")
+            words = sys.argv[1:] if argv is None else argv
+            better = shlex.join([*words, "--out", f"{args.out}_4096"])  # of two, the last counts
+            print(f"python fineweb.py {better} --tokenizer 4096")
         if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
             print(suggest(args, meta, prompt))
     except (UserError, OSError) as error:

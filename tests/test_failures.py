@@ -82,7 +82,7 @@ def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsy
     capsys.readouterr()
     with pytest.raises(SystemExit, match=r"^0$"):
         train_gpt2.main(["--quickstart", "--sample"])
-    assert capsys.readouterr().out.startswith("sample 0: Return ")
+    assert capsys.readouterr().out.startswith("sample 0: Return")
     monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)  # mine.py alone in a folder
     message = "--quickstart needs fineweb.py beside this script"
     assert refused(message, "--quickstart --log_dir new", "--data_dir", shards)

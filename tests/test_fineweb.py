@@ -426,7 +426,19 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named(monkeypatch):
         fineweb.get_tokenizer.__wrapped__("gpt2")
 
 
-WORDS = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12".split()
+WORDS = [
+    "नमस्ते",
+    "दुनिया",
+    "שָׁלוֹם",
+    "مُحَمَّدٌ",
+    "สวัสดี",
+    "über",
+    "the",
+    "<|endoftext|>",
+    "漢字",
+    "'s",
+    "12",
+]
 WORDS.append("ACGT" * 99)
 
 

@@ -6,6 +6,7 @@ import runpy
 import sys
 from argparse import Namespace
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -321,7 +322,8 @@ def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
 def test_temperature_and_top_k_shape_the_distribution(top_k, allowed, temperature):
     """The k most likely tokens are drawn, in the shares of softmax(logits / T), or none if T is 0."""
     logits = torch.tensor([1.0, 3.0, 2.0, -0.5])
-    model = lambda tokens: logits.expand(*tokens.shape, 4)  # noqa: E731
+    model = Mock(side_effect=lambda tokens: logits.expand(*tokens.shape, 4))
+    model.config.vocab_size = 4
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
     before = torch.get_rng_state()
 

@@ -46,13 +46,14 @@ def test_ten_golden_losses(shards):
 
 @pytest.mark.slow
 @needs_data
-def test_the_quickstart_learns_as_well_as_it_did(tmp_path):
+def test_the_quickstarts_recipe_learns_as_well_as_it_did(tmp_path):
     """20 seeds ended at 2.229 ± 0.007 nats a byte; unshuffled at 2.36, with half the rate at 2.34."""
     play = ["--files", str(DATA / "tinyshakespeare.txt"), "--tokenizer", "bytes"]
     fineweb.main([*play, "--out", str(tmp_path / "play")])
-    flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --device cpu"
+    flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --val_every 200"
     with pytest.raises(SystemExit, match="0"):
-        train_gpt2.main(f"{flags} --max_steps 200 --val_every 200 --sample_every 0".split())
+        more = "--max_steps 200 --total_batch_size 768 --val_tokens 50000 --sample_every 0"
+        train_gpt2.main(f"{flags} {more}".split())
     assert read_log(tmp_path / "log")["val"][200] < 2.25
 
 
@@ -299,8 +300,8 @@ def test_a_schedule_warms_up_and_decays(name):
 def test_every_parameter_has_one_optimizer(optimizer):
     """Matrices and embeddings alone decay. Muon gets the matrices of blocks, also those of a fork."""
     model = GPT(SMALL)
-    model.extra = train_gpt2.Block(SMALL)
-    model.extra.mlp.c_fc = torch.nn.Linear(32, 96)
+    model.transformer.h.append(train_gpt2.Block(SMALL))
+    model.transformer.h[-1].mlp.c_fc = torch.nn.Linear(32, 96)
     model.head = torch.nn.Linear(32, 384, bias=False)
     model.gate = torch.nn.Parameter(torch.ones(2))
     model.position_bias = torch.nn.Parameter(torch.ones(2, 16))
