@@ -684,7 +684,8 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     for package in ("datasets", "pyarrow", "fsspec", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
     main = runpy.run_path(str(ROOT / "fineweb.py"))["main"]
-    main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
+    pydocs = ["--dataset", "pydocs", "--tokenizer", "bytes"]
+    main([*pydocs, "--out", str(tmp_path / "out")])
     tokens = [read_split(tmp_path / "out", split) for split in ("val", "train")]
     val, train = ("".join(chr(token) for token in split).split("\u0100") for split in tokens)
     assert len(tokens[1]) > 10**6 and 0.05 < len(tokens[0]) / len(tokens[1]) < 0.15
@@ -693,7 +694,7 @@ def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
     assert len(val) > 100 and not val & train
     monkeypatch.setattr(sys, "version", "3.99.0 of another day")
     before = contents(tmp_path / "out")
-    main(["--dataset", "pydocs", "--out", str(tmp_path / "out")])
+    main([*pydocs, "--out", str(tmp_path / "out")])
     assert contents(tmp_path / "out") == before, "the texts of another Python would be others"
 
 

@@ -50,7 +50,9 @@ def test_the_quickstarts_recipe_learns_as_well_as_it_did(tmp_path):
     """20 seeds ended at 2.229 ± 0.007 nats a byte; unshuffled at 2.36, with half the rate at 2.34."""
     play = ["--files", str(DATA / "tinyshakespeare.txt"), "--tokenizer", "bytes"]
     fineweb.main([*play, "--out", str(tmp_path / "play")])
-    flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --val_every 200"
+    flags = (
+        f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --val_every 200"
+    )
     with pytest.raises(SystemExit, match="0"):
         more = "--max_steps 200 --total_batch_size 768 --val_tokens 50000 --sample_every 0"
         train_gpt2.main(f"{flags} {more}".split())
