@@ -12,7 +12,6 @@ import torch.distributed.run
 from conftest import FLAGS, ROOT, write_shards
 
 import train_gpt2
-from tests.benchmarks import tables
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MORE = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob(".github/*.md"))
@@ -92,19 +91,6 @@ def test_links_resolve(page):
             headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert target.exists() and (not anchor or anchor in slugs), link
-
-
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_each_table_is_made_from_its_rows(page):
-    """`python tests/benchmarks/tables.py` writes them. The ages are printed where this fails."""
-    text = page.read_text("utf-8")
-    assert "<!-- table: " in text and tables.fill(text) == text, "\n".join(tables.ages())
-
-
-def test_each_mechanism_can_be_taken_away():
-    """`measure.py price` finds each text that it changes, and makes a script that compiles."""
-    for row in tables.ROWS:
-        compile(tables.change(tables.SCRIPT, row.edits), row.name, "exec")
 
 
 def call(main, argv: list[str]):

@@ -1,29 +1,29 @@
 """Each idea of ideas.py is short, trains, resumes exactly, and is never exported wrongly."""
 
+import difflib
 import importlib.util
 import sys
-import tempfile
-from pathlib import Path
-from types import SimpleNamespace
 
+import ideas
+import measure
+import numpy as np
 import pytest
-import torch
 from conftest import FLAGS, read_log
 from test_resume import assert_same_run, break_off
 
 import train_gpt2
-from tests.benchmarks import measure, tables
 
 
 def test_each_idea_is_short():
-    """None takes more than 12 lines in 3 places, and all fit together, except that the MLP can be
-    replaced only once. `change` requires that each old text occurs once."""
-    for idea in tables.IDEAS:
-        lines, places = tables.count_changes(tables.change(tables.SCRIPT, idea.edits))
-        assert 0 < lines <= 12 and places <= 3, (idea.name, lines, places)
-    for left_out in ("ReLU squared", "SwiGLU"):
-        edits = [edit for idea in tables.IDEAS if idea.name != left_out for edit in idea.edits]
-        compile(tables.change(tables.SCRIPT, edits), left_out, "exec")
+    """None adds or deletes more than 12 lines, blank ones left out, or has more than 3 hunks of
+    `diff -u`. `change` requires that each old text occurs once."""
+    before = ideas.SCRIPT.splitlines()
+    for idea in ideas.IDEAS:
+        after = ideas.change(ideas.SCRIPT, idea.edits).splitlines()
+        diff = list(difflib.unified_diff(before, after, lineterm=""))[2:]
+        marks = [line[0] for line in diff if line[1:].strip()]
+        assert 0 < max(marks.count("+"), marks.count("-")) <= 12, idea.name
+        assert marks.count("@") <= 3, idea.name
 
 
 def test_a_difference_is_judged_by_how_much_its_seeds_differ():
@@ -38,71 +38,62 @@ def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     assert "not a number" in measure.judge("mine", [0.01, float("nan")], 9)
 
 
-def test_a_comparison_takes_rows_of_its_own_kind(tmp_path):
-    """None of another machine, commit, unit or case. A median leaves out the steps that warm up."""
-    results = measure.Results(SimpleNamespace(results=tmp_path, what="ideas"))
-    case = {"idea": "GPT-2", "flags": "--model d6", "inputs": "1a"}
-    for other in ({}, {"machine": "another"}, {"commit": "another"}):
-        results.add(case, 1.0, "nats per token", **other)
-    for key in case:
-        results.add(case | {key: "another"}, 1.0, "nats per token")
-    results.add(case, 1.0, "ms")
-    assert len(results.earlier("nats per token", **case)) == 1
-    assert measure.median_ms({"dt": [90, 80, 3, 1, 2, 4]}) == 2.5
-
-
-STARTED = []  # the flags of all runs
-
-
-class FakeRuns:
-    """In place of measure.Runs: the loss of a run is 2, 0.3 more for a changed script, and 0.01 more
-    for each seed."""
-
-    def __init__(self, folder):
-        self.folder = Path(folder)
-
-    def start(self, script, flags, gpus, PYTHONPATH):
-        STARTED.append(flags)
-        assert PYTHONPATH.startswith(str(self.copies if "wsd" in flags else measure.ROOT))
-        log_dir = Path(tempfile.mkdtemp(dir=self.folder))
-        (log_dir / "log.txt").write_text(flags)
-        seed = int(flags.split()[-1])
-        log = {"val": [2 + 0.01 * seed + 0.3 * (script != tables.SCRIPT)], "dt": [1.0] * 7}
-        return SimpleNamespace(log_dir=log_dir, log=log | {"parameters": 5})
-
-    def finish(self, process):
-        return process.log
+def call(monkeypatch, *argv):
+    """Call measure.py with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["measure.py", *map(str, argv)])
+    measure.main()
 
 
 def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
     """Seed by seed, a copy with its own flags. Without GPT-2's runs, --no-base ends at once."""
-    monkeypatch.setattr(measure, "Runs", FakeRuns)
+    started = []  # the flags of all runs
+
+    def fake_run(script, flags, folder, gpu, path):
+        """The loss is 2, 0.3 more for a changed script, and 0.01 more for each seed."""
+        started.append(flags)
+        assert path == (tmp_path if "wsd" in flags else measure.ROOT)
+        loss = 2 + 0.01 * int(flags.split()[-1]) + 0.3 * (script != ideas.SCRIPT)
+        return {"val": [loss], "dt": [1.0] * 7, "ms": 1.0, "parameters": 5, "log_dir": data}
+
+    monkeypatch.setattr(measure, "run_script", fake_run)
     monkeypatch.setattr(measure, "CURVES", tmp_path / "curves")
     copy = tmp_path / "mine.py"
-    copy.write_text(tables.SCRIPT + "# changed\n")
-    data = tmp_path / "some folder"
+    copy.write_text(ideas.SCRIPT + "# changed\n")
+    data = tmp_path / "data"
     data.mkdir()
     (data / "x_train_0.npy").write_text("some texts")
-    FakeRuns.copies = tmp_path
-    argv = ["measure.py", "ideas", "--data", str(data), "--results", str(tmp_path)]
-    argv += ["--beside", str(copy), "--own=--schedule wsd", "--seeds", "4", "5", "6"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
+    argv = ["ideas", "--data", data, "--results", tmp_path, "--beside", copy]
+    argv += ["--own=--schedule wsd", "--seeds", 4, 5, 6]
     with pytest.raises(SystemExit, match="no run of this script on these"):
-        measure.main()
-    assert not STARTED
-    monkeypatch.setattr(sys, "argv", argv)
-    measure.main()
+        call(monkeypatch, *argv, "--no-base")
+    assert not started
+    call(monkeypatch, *argv)
     answer = "mine: after 7 steps, the loss is 0.3000 nats per token higher"
     assert answer in capsys.readouterr().out
-    assert len(STARTED) == 6 and f"--data_dir '{data}'" in STARTED[0]
-    assert sum("--schedule wsd" in flags for flags in STARTED) == 3
-    assert len(list((tmp_path / "curves").glob("*/log.txt"))) == 6
-    monkeypatch.setattr(sys, "argv", [*argv, "--no-base"])
-    measure.main()
-    assert len(STARTED) == 9 and answer in capsys.readouterr().out
+    assert len(started) == 6 and sum("--schedule wsd" in flags for flags in started) == 3
+    assert len(list((tmp_path / "curves").glob("*/x_train_0.npy"))) == 6
+    call(monkeypatch, *argv, "--no-base")
+    assert len(started) == 9 and answer in capsys.readouterr().out
     (data / "x_train_0.npy").write_text("more texts")
     with pytest.raises(SystemExit, match="no run of this script on these"):
-        measure.main()
+        call(monkeypatch, *argv, "--no-base")
+
+
+def test_shakespeare_is_divided_as_nanogpt_divides_it(tmp_path, monkeypatch, capsys):
+    """The last tenth of the text is for validation. Each run is a row with its time and loss."""
+    text = tmp_path / "input.txt"
+    text.write_text("0123456789" * 100)
+
+    def fake_run(command, cwd):
+        assert np.load(cwd + "/text_val_000000.npy").tolist() == list(b"0123456789" * 10)
+        train_gpt2.decide_args(command[2:])  # exits if the script does not have the flags
+        return 1.5, "val loss: 5.5 | bits\nval loss: 1.25 | bits per byte: 2\n"
+
+    monkeypatch.setattr(measure, "time_command", fake_run)
+    call(monkeypatch, "shakespeare", text, "--results", tmp_path, "--steps", 100)
+    lines = capsys.readouterr().out.splitlines()
+    for line, run in zip(lines, ("muon | 100", "muon | 70", "adamw | 100"), strict=True):
+        assert line.startswith(f"| train_gpt2.py | {run} | 0 | 1.5 s | 1.25 nats per byte | ")
 
 
 def run(script, *flags) -> int:
@@ -112,11 +103,11 @@ def run(script, *flags) -> int:
     return exit_info.value.code or 0
 
 
-@pytest.mark.parametrize("idea", tables.ENTRIES, ids=lambda idea: idea.name)
+@pytest.mark.parametrize("idea", ideas.IDEAS, ids=lambda idea: idea.name)
 def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypatch, shards):
     """The interrupted run is the unbroken one, bit for bit. --export_hf refuses the trained model."""
     path, whole, folder = (tmp_path / name for name in ("train_gpt2.py", "whole", "folder"))
-    path.write_text(tables.change(tables.SCRIPT, idea.edits))
+    path.write_text(ideas.change(ideas.SCRIPT, idea.edits))
     spec = importlib.util.spec_from_file_location("changed", path)
     changed = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "changed", changed)  # where dataclass looks
@@ -129,22 +120,3 @@ def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypat
     assert run(changed, *flags, "--log_dir", broken, "--resume") == 0
     assert_same_run(whole, broken)
     assert run(changed, "--init_from", whole, "--export_hf", folder) == 2 and not folder.exists()
-
-
-def test_memory_is_limited_in_a_changed_copy_of_the_script(tmp_path, monkeypatch):
-    """A run of `measure.py memory` has a limit, and the script counts this memory as free."""
-    scripts = []
-
-    def fake_run(self, script, flags):
-        compile(script, "limited", "exec")
-        scripts.append(script)
-        return {"B": 4, "dt": [1.0] * 3, "GiB": 7.5}
-
-    monkeypatch.setattr(measure.Runs, "run", fake_run)
-    gpu = SimpleNamespace(total_memory=64 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    argv = ["measure.py", "memory", "--models", "d12", "--limits", "16"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--results", str(tmp_path)])
-    measure.main()
-    assert len(scripts) == 4  # the chosen B and the largest, without and with --recompute
-    assert "memory_fraction(0.25)\n" in scripts[0] and "0.9 * 16 * 2**30" in scripts[0]
