@@ -236,7 +236,9 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
     assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --sample_every 5") == 0
     assert "sample 3: Hello, I'm" in capsys.readouterr().out
     loss = read_log("a")["val"][10]
+    capsys.readouterr()
     assert main("--init_from a --log_dir a --export_hf folder") == 0
+    assert capsys.readouterr().out == "wrote folder, which transformers can load\n"
     assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
     for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()

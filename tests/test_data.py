@@ -1,5 +1,6 @@
 """Promise 2: every window once an epoch, in an order that the hardware does not change."""
 
+import os
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
     [bin] = make_loaders(tmp_path, 8, split="val", shuffle=True)
     assert npy.windows == bin.windows == 124
     torch.testing.assert_close([*npy.batches(range(124))], [*bin.batches(range(124))])  # integers
+
+
+def test_a_shard_that_is_cut_short_later_is_named(tmp_path):
+    """A window with fewer tokens would end in a traceback that names nothing."""
+    [loader] = make_loaders(make_shards(tmp_path, [50]), 8, shuffle=False)
+    os.truncate(tmp_path / "x_train_0.npy", 150)
+    assert len(next(loader.batches(range(1)))[0]) == 1
+    with pytest.raises(train_gpt2.UserError, match=r"x_train_0\.npy was cut short"):
+        next(loader.batches(range(1, 2)))
 
 
 def test_the_split_is_a_word_of_the_name(tmp_path):

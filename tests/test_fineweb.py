@@ -426,8 +426,8 @@ def test_a_tokenizer_that_cannot_be_downloaded_is_named(monkeypatch):
         fineweb.get_tokenizer.__wrapped__("gpt2")
 
 
-WORDS = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12".split()
-WORDS.append("ACGT" * 99)
+LANGUAGES = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12"
+WORDS = [*LANGUAGES.split(), "ACGT" * 99]
 
 
 @pytest.fixture(scope="module")
@@ -487,8 +487,11 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     assert "has tokenizer 330, not 500" in refuse(files, out, "--tokenizer", 500)
     small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99 + ["qwertz"])
     assert "it has only" not in capsys.readouterr().out
-    build(small, tmp_path / "small", "--tokenizer", 65536)
-    assert "it has only 259, because" in capsys.readouterr().out, "ab, abab"
+    build(small, tmp_path / "small", "--tokenizer", 65536, "--val_share", 0)
+    out = capsys.readouterr().out
+    assert "it has only 259, because" in out, "ab, abab"
+    assert "\n205 tokens to train and 0 to validate\n" in out and "too little to learn from" in out
+    assert "\na token has 1.96 bytes\n" in out, "402 bytes, and 100 tokens between documents"
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
 
 
@@ -627,8 +630,10 @@ def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
     write_parquet(tmp_path / "docs.parquet", texts, rows=70)
     write_parquet(tmp_path / "docs.big.parquet", texts)
     monkeypatch.setattr(fineweb, "GROUP_SIZE", 8000)  # bytes: the one group of docs.big is larger
-    batches = [len(list(fineweb.read_file(str(p), 1, "text"))) for p in tmp_path.glob("*.parquet")]
-    assert sorted(batches) == [5, 9]  # of 128 rows, and of 70, which the workers will read
+    for name, call, number in (("docs", fineweb.read_group, 9), ("docs.big", list, 5)):
+        batches = [*fineweb.read_file(str(tmp_path / f"{name}.parquet"), 1, "text")]
+        assert {batch.func for _, batch in batches} == {call}, "a worker reads a small row group"
+        assert len(batches) == number  # of 70 rows, and of 128
     options = ["--shard_size", 5000, "--val_share", 1, "--val_tokens", 7000]
     for path in tmp_path.glob("docs.*"):
         out = build(path, tmp_path / path.name.replace(".", "_"), *options)
@@ -753,6 +758,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
+    ("a.csv", b"id,text\n1,2026-01-01\n2,5\n", "", ["2026-01-01", "5"]),
     ("a.csv", b"id;text\n1;A\n", "", "of b'id;text', divided by ',', --text_key text cannot"),
     ("a.csv", b"", "", "Empty CSV file"),
     ("a.csv", b"id,body\n1,A\n", "", "of b'id,body', divided by ',', --text_key"),
@@ -806,6 +812,19 @@ def test_what_to_run_next_suits_the_amount():
         assert ("--tokenizer 2048" in line) == ("d6" in expected), "d6 is too slow for a CPU"
     meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
     assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, meta, "A")
+
+
+@pytest.mark.parametrize("text, prompt", [
+    ("Beta gamma delta ", "'Beta gamma'"), ("Beta " + "x" * 20, "Beta"),
+    ("Donaudampfschifffahrtsgesellschaft m b H ", "Donaudampfschifffahr"),
+])  # fmt: skip
+def test_the_prompt_begins_a_document(text, prompt, tmp_path, monkeypatch, capsys):
+    """The first ones that are whole in the training data, and no word that is too long."""
+    files = write_jsonl(tmp_path / "a.jsonl", ["alpha " * 999, text * 99, "omega " * 9])
+    argv = ["", "--files", str(files), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
+    monkeypatch.setattr(sys, "argv", argv)
+    fineweb.main()
+    assert f" --prompt {prompt} --quickstart --val_tokens " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])

@@ -270,6 +270,7 @@ def test_a_run_computes_in_its_dtype_and_its_residual_stream_in_16_bits_if_the_r
     for name in ("train", "val", "bpb"):
         errors = [abs(log[name][step] - plain[name][step]) for step in plain[name]]
         assert 0 < max(errors) < 2 * most or (dtype == "float32" and max(errors) == 0)
+    assert (load("log", 3)["scaler"] != {}) == (dtype == "float16")
     assert main(f"--init_from log --sample --dtype {dtype} --prompt ''") == 0
 
 
