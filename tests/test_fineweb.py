@@ -439,7 +439,7 @@ def own(tmp_path_factory) -> tuple:
     return folder / "a.jsonl", texts, build(folder / "a.jsonl", folder / "out", "--tokenizer", 330)
 
 
-def test_a_tokenizer_is_made_from_the_texts(own, tmp_path):
+def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     """It keeps marks in their words. Its tokens are those of the library that trains it."""
     files, texts, out = own
     meta = read_meta(out)
@@ -453,6 +453,7 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path):
     tokens = read_split(
         build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0), "train"
     )
+    assert "too little" not in capsys.readouterr().out, "fewer than 100,000 tokens have 100 KB"
     starts = [i for i, token in enumerate(tokens) if token == 329]
     assert {
         tuple(tokens[i + 1 : j]) for i, j in zip(starts, [*starts[1:], len(tokens)], strict=True)
@@ -866,7 +867,7 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", ["A"] * 99)
     (folder / "b.txt").write_text("B")
-    others = {"package.json": '{\n "name": "x"\n}', "price.csv": "id,price\n1,2\n", "p.png": "\0"}
+    others = {"package.json": '\n{\n "name": "x"\n}', "price.csv": "id,price\n1,2\n", "p.png": "\0"}
     for name, content in others.items():
         (folder / name).write_text(content)
     write_parquet(folder / "x.parquet", ["X"])

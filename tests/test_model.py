@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import sys
 from argparse import Namespace
@@ -413,14 +414,23 @@ def test_a_model_with_another_loss_alone_is_not_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", [
-    {"model_type": "gpt_neo"}, {"vocab_size": 300}, {"activation_function": "relu"},
-    {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False},
+NO_GPT2 = "does not compute as a GPT-2 does, see its config.json: "
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model_type": "gpt_neo"}, ": expected gpt2 ... gpt2-xl, a checkpoint"), ({}, "is llama with 257"),
+    ({"vocab_size": 300}, ": expected gpt2 ... "), ({"activation_function": "relu"}, NO_GPT2),
+    ({"scale_attn_by_inverse_layer_idx": True}, NO_GPT2), ({"scale_attn_weights": False}, NO_GPT2),
 ])  # fmt: skip
-def test_a_folder_that_is_no_gpt_2_is_refused(change, tmp_path):
+def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     """Whatever its weights are."""
-    foreign().save_pretrained(tmp_path)
+    if change:
+        foreign().save_pretrained(tmp_path)
+    else:
+        size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 257}
+        config = transformers.LlamaConfig(num_attention_heads=1, **size)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=r"expected gpt2 |does not compute as"):
+    with pytest.raises(UserError, match=re.escape(message)):
         train_gpt2.load_source(str(tmp_path))
