@@ -450,9 +450,8 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     assert enc.decode_tokens_bytes(range(256)) == [bytes([i]) for i in range(256)]
     assert len(enc.encode(" नमस्ते")) == len(enc.encode(" दुनिया")) == 1
     documents = {tuple(enc.encode_ordinary(text)) for text in texts}
-    tokens = read_split(
-        build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0), "train"
-    )
+    build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0)
+    tokens = read_split(tmp_path / "all", "train")
     assert "too little" not in capsys.readouterr().out, "fewer than 100,000 tokens have 100 KB"
     starts = [i for i, token in enumerate(tokens) if token == 329]
     assert {
@@ -464,9 +463,8 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     spellings = enc.decode_tokens_bytes(range(330))
     for _ in range(2000):
         pieces = rng.choices([*spellings, *WORDS, chr(rng.randrange(0xD800))], k=rng.randrange(40))
-        text = b"".join(x if isinstance(x, bytes) else x.encode() for x in pieces).decode(
-            errors="replace"
-        )
+        text = b"".join(x if isinstance(x, bytes) else x.encode() for x in pieces)
+        text = text.decode(errors="replace")
         assert theirs.encode(text).ids == enc.encode(text, allowed_special="all")
         assert enc.decode(enc.encode_ordinary(text)) == text
 
@@ -590,56 +588,45 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
     assert signal.getsignal(signal.SIGINT) == handler
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv", "tsv", "parquet", "csv.gz"])
-def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch):
-    """In each format whose files are read in blocks, of more than 4 MB in .csv. Texts have line ends."""
+@pytest.mark.parametrize("suffix, batches", {
+    "txt": 65, "jsonl": 89, "jsonl.zst": 89, "jsonl.xz": 89, "json.gz": 89, "csv": 2, "csv.gz": 2,
+    "tsv": 2, "parquet": 129, "big.parquet": 72,
+}.items())  # fmt: skip
+def test_a_document_is_whole_wherever_a_block_ends(suffix, batches, tmp_path, monkeypatch):
+    """In each format and packing: of more than 4 MB in .csv, of 70 rows or 128 in .parquet, where
+    workers read small row groups themselves. Texts have line ends, and in .txt begin in a line."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", 2**16)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**16)
-    end = " " if suffix == "tsv" else "\n"  # a .tsv has no quotes
-    lines = [f"of document {k}, with an é{end}" * 4 for k in range(9000)]
-    texts = [f"text {k}{end}" + line * (1 + k % 7) for k, line in enumerate(lines)]
+    monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**18)
+    end = {"txt": "\n", "tsv": "\u2028"}.get(suffix, "\r\n")  # a .tsv has no quotes
+    texts = [
+        f"{k}" + f" of \x85, with an é <|endoftext|>,{end}" * (k % 29) + end for k in range(9000)
+    ]
     path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        write_parquet(path, texts, rows=4500)
-    elif suffix == "jsonl":
-        write_jsonl(path, texts)
+    if "parquet" in suffix:
+        write_parquet(path, texts, rows=4500 if "big" in suffix else 70)
     else:
-        table = "id,text\n" + "".join(f'{k},"{text}"\n' for k, text in enumerate(texts))
+        rows = {
+            "t": "<|endoftext|>\n".join(texts),
+            "j": [json.dumps({"text": x}) + "\n" for x in texts],
+        }
+        rows["c"] = ["id,text\n", *(f'{k},"{text}"\n' for k, text in enumerate(texts))]
         if suffix == "tsv":
-            table = "id\ttext\n" + "".join(f"{k}\t{text}\n" for k, text in enumerate(texts))
-        content = ("<|endoftext|>\n".join(texts) if suffix == "txt" else table).encode()
-        path.write_bytes(gzip.compress(content, 1) if suffix == "csv.gz" else content)
-    found, shares = [], [0.0]
+            rows["t"] = ["id\ttext\n", *(f"{k}\t{text}\n" for k, text in enumerate(texts))]
+        content = "".join(rows[suffix[0]]).encode()
+        pack = {"gz": gzip.compress, "xz": partial(lzma.compress, preset=0)}
+        pack["zst"] = partial(pyarrow.compress, codec="zstd", asbytes=True)
+        path.write_bytes(pack.get(suffix.rpartition(".")[2], bytes)(content))
+    found, shares, calls = [], [0.0], set()
     for share, batch in fineweb.read_file(str(path), path.stat().st_size, "text"):
         shares.append(share)
+        calls.add(batch.func)
         first, *others = batch()
         if first:  # continues the document before it
             found[-1] += first
         found += others
-    assert found == texts and len(shares) > 2
+    assert found == texts and len(shares) == batches + 1
     assert shares == sorted(shares) and shares[-1] == 1, "how much of the file was read"
-
-
-def test_every_format_gives_the_same_shards(tmp_path, monkeypatch):
-    """Files differ in how they pack the same documents. A row group is a batch if it is small."""
-    texts = ["", "line\r\nend", "\u2028 \x85 <|endoftext|>", *random_texts(600, 50)]
-    data = write_jsonl(tmp_path / "docs.jsonl", texts).read_bytes()
-    (tmp_path / "docs.json.gz").write_bytes(gzip.compress(data))  # as C4 names its files
-    (tmp_path / "docs.jsonl.xz").write_bytes(lzma.compress(data))
-    frames = [pyarrow.compress(part, "zstd", asbytes=True) for part in (data[:500], data[500:])]
-    (tmp_path / "docs.jsonl.zst").write_bytes(b"".join(frames))
-    write_parquet(tmp_path / "docs.parquet", texts, rows=70)
-    write_parquet(tmp_path / "docs.big.parquet", texts)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", 8000)  # bytes: the one group of docs.big is larger
-    for name, call, number in (("docs", fineweb.read_group, 9), ("docs.big", list, 5)):
-        batches = [*fineweb.read_file(str(tmp_path / f"{name}.parquet"), 1, "text")]
-        assert {batch.func for _, batch in batches} == {call}, "a worker reads a small row group"
-        assert len(batches) == number  # of 70 rows, and of 128
-    options = ["--shard_size", 5000, "--val_share", 1, "--val_tokens", 7000]
-    for path in tmp_path.glob("docs.*"):
-        out = build(path, tmp_path / path.name.replace(".", "_"), *options)
-        assert read_split(out, "val") == to_tokens(texts)[:7000], path.name
-        assert read_split(out, "train") == to_tokens(texts)[7000:], path.name
+    assert (fineweb.read_group in calls) == (suffix == "parquet")
 
 
 def test_a_file_may_be_replaced_between_two_runs(tmp_path):
@@ -801,9 +788,8 @@ def test_what_to_run_next_suits_the_amount():
     rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
     # By default these steps have 2**17, 2**17 and 2**19 tokens, which makes 5.0, 4.2 and 4.0 epochs
     for train, steps in ((10**8, 3814), (144 * 10**6, 4577), (2_499_999_999, 19069)):
-        rows.append(
-            ("gpt2", train, f" --log_dir log/m --prompt 'A b' --optimizer muon --max_steps {steps}")
-        )
+        large = f"--log_dir log/m --prompt 'A b' --optimizer muon --max_steps {steps}"
+        rows.append(("gpt2", train, f" {large}"))
     for tokenizer, train, expected in rows:
         args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
         sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
@@ -887,19 +873,14 @@ def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys,
     monkeypatch.setattr(fineweb, "look", lambda args, meta: (size, "A"))
     files = tmp_path / "a b.jsonl"
     files.write_text('{"body": "A"}\n' * 99)
-    for size, tokenizer, is_bad in (
-        (2.9, "gpt2", True),
-        (3.0, "gpt2", False),
-        (1.0, "bytes", False),
-    ):
+    bytes_only = partial(fineweb.get_tokenizer, "bytes")
+    monkeypatch.setattr(fineweb, "get_tokenizer", lambda name: bytes_only())
+    for size, tokenizer in ((2.9, "gpt2"), (3.0, "gpt2"), (1.0, "bytes")):
         out = tmp_path / f"{size} {tokenizer}"
-        monkeypatch.setattr(
-            fineweb, "get_tokenizer", lambda name, get=fineweb.get_tokenizer: get("bytes")
-        )
         build(files, out, "--text_key", "body", "--tokenizer", tokenizer)
         printed = capsys.readouterr().out
         command = re.search(r"\npython fineweb.py (.*)\n", printed)
-        assert bool(command) == is_bad
+        assert bool(command) == (size == 2.9)
         if command:
             args = fineweb.parse_args(shlex.split(command[1]))
             assert (args.files, args.text_key, args.tokenizer) == ([str(files)], "body", "4096")
@@ -917,10 +898,8 @@ def test_a_dataset_without_a_split_train_says_what_it_has(tmp_path, monkeypatch)
 
 def test_too_many_workers_are_named(tmp_path, monkeypatch):
     """A Mac lets a program open 256 files."""
-    monkeypatch.setattr(
-        "multiprocessing.context.SpawnContext.Pipe", Mock(side_effect=OSError(24, "Too many"))
-    )
+    fail = Mock(side_effect=OSError(24, "Too many"))
+    monkeypatch.setattr("multiprocessing.context.SpawnContext.Pipe", fail)
     files = write_jsonl(tmp_path / "a.jsonl", ["A"])
-    assert re.search(
-        "--workers 99: use fewer, or .*ulimit -n", refuse(files, tmp_path / "out", "--workers", 99)
-    )
+    line = refuse(files, tmp_path / "out", "--workers", 99)
+    assert re.search("--workers 99: use fewer, or .*ulimit -n", line)
