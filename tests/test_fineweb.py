@@ -358,12 +358,15 @@ def test_small_corpus_golden(tmp_path, monkeypatch):
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
     assert hashes == {"train_000000.npy": "77f5cb94beabd2fd", "val_000000.npy": "5c16acecc14da7cb"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
+    [(size, sha256)] = meta["files"].values()  # of 64 KB
+    content = (tmp_path / "docs.jsonl").read_bytes()
+    assert (size, sha256) == (len(content), hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(fineweb, "write_file", None)
     monkeypatch.setattr(fineweb, "read_batches", None)
     build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is encoded, nothing is written
 
 
-@settings(exact, max_examples=40)
+@settings(exact, max_examples=25)
 @given(data=st.data())
 def test_validation_first_and_then_training(data, tmp_path_factory):
     """Of documents that are empty, fill a shard exactly or span three, none at an edge is lost."""
@@ -393,14 +396,14 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
     assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
     assert "this is too little" in capsys.readouterr().out
-    for tokens, said in {
-        2800: "too little",
-        4000: "little.*\nnext: ",
-        10**6: "date\nnext: ",
-    }.items():
+    for tokens, said in (
+        (2800, "too little"),
+        (4000, "little.*\nnext: "),
+        (120_000, "date\nnext: "),
+    ):
         write_jsonl(tmp_path / "docs.jsonl", ["x" * tokens])
         argv = ["", "--files", files, "--out", tmp_path / f"{tokens}", "--tokenizer", "bytes"]
-        with patch("sys.argv", [str(word) for word in argv]):
+        with patch("sys.argv", [*map(str, argv), "--workers=1"]):
             fineweb.main()
         out = capsys.readouterr().out
         assert re.search(said, out) and ("next: " in out) == ("next: " in said)
@@ -806,7 +809,7 @@ def test_the_prompt_begins_a_document(text, prompt, tmp_path, monkeypatch, capsy
     """The first ones that are whole in the training data, and no word that is too long."""
     files = write_jsonl(tmp_path / "a.jsonl", ["alpha " * 999, text * 99, "omega " * 9])
     argv = ["", "--files", str(files), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", [*argv, "--workers=1"])
     fineweb.main()
     assert f" --prompt {prompt} --quickstart --val_tokens " in capsys.readouterr().out
 

@@ -211,7 +211,7 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     answers = []
 
     def lines():
-        for line in ("one\n", "\n", "two"):
+        for line in (" one\r\n", "\n", "two"):
             yield line
             answers.append(capsys.readouterr().out)
 
@@ -219,7 +219,7 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     args = Namespace(prompt="-", num_samples=2, sample=True)
     train_gpt2.print_samples(GPT(SMALL), args, make_process())
     answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
-    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in ("one", "", "two")]
+    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in (" one", "", "two")]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
