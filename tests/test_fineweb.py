@@ -455,7 +455,9 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     documents = {tuple(enc.encode_ordinary(text)) for text in texts}
     build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0)
     tokens = read_split(tmp_path / "all", "train")
-    assert "too little" not in capsys.readouterr().out, "fewer than 100,000 tokens have 100 KB"
+    out = capsys.readouterr().out
+    assert "too little" not in out, "tokens have more than 100 KB"
+    assert "next: " not in out, "only the command line asks what is next"
     starts = [i for i, token in enumerate(tokens) if token == 329]
     assert {
         tuple(tokens[i + 1 : j]) for i, j in zip(starts, [*starts[1:], len(tokens)], strict=True)
