@@ -725,6 +725,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected lines like"),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
+    ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
     ("a.json.gz", gzip.compress(ARRAY.replace(b'"b"', b"null")), "", ["a"]),
     ("a.json", ARRAY.replace(b"{", b"[{", 1), "", "JSONDecodeError"),
     ("a.json", ARRAY[:1] + b"5, " + ARRAY[1:], "", "line 1: expected lines like"),
@@ -788,6 +789,7 @@ def test_what_to_run_next_suits_the_amount():
     small = "--log_dir log/m --prompt 'A b' --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
     quickstart = "--log_dir log/m --prompt 'A b' --quickstart --val_tokens 100000"
     rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
+    rows.append(("bytes", 10**7, f" {quickstart.replace('100000', '500000')}"))
     # By default these steps have 2**17, 2**17 and 2**19 tokens, which makes 5.0, 4.2 and 4.0 epochs
     for train, steps in ((10**8, 3814), (144 * 10**6, 4577), (2_499_999_999, 19069)):
         large = f"--log_dir log/m --prompt 'A b' --optimizer muon --max_steps {steps}"
