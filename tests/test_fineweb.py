@@ -710,6 +710,9 @@ def test_out_is_tried_before_the_work(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "tokenize", None)  # would be a traceback
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     assert "No space left" in refuse(files, tmp_path / "full")
+    monkeypatch.setattr(fineweb, "find_meta", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match=r"^130$"):  # 128 plus SIGINT's number
+        build(files, tmp_path / "stopped")
 
 
 GOOD = b'{"text": "a"}\n'
@@ -722,6 +725,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD, "--out a.jsonl", "a.jsonl"),
     ("a.jsonl", b'{"text": null}\n' + GOOD + b'\n{"text": null}\n{"text": ""}', "", ["a", ""]),
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
+    ("a.jsonl", GOOD * 40_000 + b"5", "--max_tokens 8", ["a"] * 4),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected lines like"),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
@@ -803,6 +807,11 @@ def test_what_to_run_next_suits_the_amount():
         assert ("--tokenizer 2048" in line) == ("d6" in expected), "d6 is too slow for a CPU"
     meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
     assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, meta, "A")
+    args = fineweb.parse_args(["--files", "x", "--out", ".", "--tokenizer", "8192"])
+    for vocab_size, is_small in ((8192, True), (8193, False)):
+        line = fineweb.suggest(args, meta | {"vocab_size": vocab_size}, "A")
+        assert ("--quickstart" in line) == is_small, "a CPU is enough for few tokens"
+        assert f"--data_dir . --val_every 0 --log_dir log/{Path.cwd().name} " in line
 
 
 @pytest.mark.parametrize("text, prompt", [
@@ -844,9 +853,12 @@ def test_defaults_follow_the_source_and_the_machine(monkeypatch):
         ("--max_tokens 150000000", 1.0, 15 * 10**6, 6),
         ("--max_tokens 9000000000", 1.0, 10**8, 6),
         ("--files x --out y", 0.1, 10**8, 4),
+        ("--dataset pydocs", 0.1, 10**8, 1),
     ):
         args = fineweb.parse_args(argv.split())
         assert (args.val_share, args.val_tokens, args.workers) == (val_share, val_tokens, workers)
+        assert args.tokenizer == ("bytes" if args.dataset == "pydocs" else "gpt2")
+        assert args.shard_size == 10**8
     monkeypatch.delattr(os, "sched_getaffinity")
     assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
 
@@ -857,7 +869,7 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", ["A"] * 99)
     (folder / "b.txt").write_text("B")
-    others = {"package.json": '\n{\n "name": "x"\n}', "price.csv": "id,price\n1,2\n", "p.png": "\0"}
+    others = {"package.json": '\n{\n "name": "x"\n}', "price.CSV": "id,price\n1,2\n", "p.png": "\0"}
     for name, content in others.items():
         (folder / name).write_text(content)
     write_parquet(folder / "x.parquet", ["X"])
