@@ -448,6 +448,7 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     meta = read_meta(out)
     enc = fineweb.get_tokenizer(meta["tokenizer"])
     name, _, rest = meta["tokenizer"].partition(" ")
+    assert fineweb.WORD == train_gpt2.WORD, "each script stands alone"
     assert name == f"bpe-330-{hashlib.sha256(rest.encode()).hexdigest()[:6]}"
     assert meta["vocab_size"] == enc.n_vocab == 330 and meta["eot"] == enc.eot_token == 329
     assert enc.decode_tokens_bytes(range(256)) == [bytes([i]) for i in range(256)]
@@ -740,6 +741,8 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "there is no such file"),
+    ("f/.a", b"A", "--files f", "there is no such file"),
+    ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
     ("a.tar.gz", gzip.compress(b"a.txt\0\0text"), "", "has to be unpacked first"),
     ("a.txt.xz", lzma.compress(b"text\0"), "", "has to be unpacked first"),
     ("a.zip", b"PK\3\4\0\0", "", "a.zip: it is not text in UTF-8, or has to be unpacked first"),
