@@ -35,8 +35,6 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from pyarrow import parquet
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-
 import fineweb
 import train_gpt2
 
