@@ -16,6 +16,7 @@ from pathlib import Path
 # the threads of several processes wait for each other, which made some tests 50 times slower
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or cuBLAS is not deterministic
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 import numpy as np
 import pytest

@@ -141,11 +141,8 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples")
     monkeypatch.setitem(sys.modules, "hellaswag", fake)
     monkeypatch.setattr(train_gpt2, "get_tokenizer", lambda name: "tokenizer")
-    for given, expected in (
-        ({"hellaswag_every": 5}, True),
-        ({"hellaswag_every": 0}, False),
-        ({}, hella),
-    ):
+    for every, expected in ((5, True), (0, False), (None, hella)):
+        given = {} if every is None else {"hellaswag_every": every}
         *_, examples = train_gpt2.open_data(defaults(**nothing | given), {}, process)
         assert (examples == "examples") == expected
     monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
@@ -236,7 +233,9 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
     assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --sample_every 5") == 0
     assert "sample 3: Hello, I'm" in capsys.readouterr().out
     loss = read_log("a")["val"][10]
+    capsys.readouterr()
     assert main("--init_from a --log_dir a --export_hf folder") == 0
+    assert capsys.readouterr().out == "wrote folder, which transformers can load\n"
     assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
     for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
@@ -248,10 +247,8 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
         assert log["val"][0] == loss and list(log["train"]) == [0, 1], "a new run of that model"
         texts = []
         for seed in (1, 1, 2):
-            assert (
-                main("--sample --num_samples 2 --prompt 'the ' --seed", seed, "--init_from", source)
-                == 0
-            )
+            flags = "--sample --num_samples 2 --prompt 'the ' --seed"
+            assert main(flags, seed, "--init_from", source) == 0
             texts.append(capsys.readouterr().out.rpartition("sample 0")[2])
         assert texts[0] == texts[1] != texts[2] and "\nsample 1: the " in texts[0]
     assert main("--init_from a/model_00008.pt --max_steps 0") == 0, "on the data of its run"
@@ -305,9 +302,7 @@ def test_what_is_printed_appears_at_once(shards, monkeypatch):
     Path("a.txt").write_text("text " * 99)
     fineweb.main(["--files", "a.txt", "--out", "mine", "--tokenizer", "258", "--workers", "1"])
     assert seen["sample_texts"].endswith("training a tokenizer of 258 tokens: a minute at most\n")
-    assert seen["write_shards"].endswith(
-        "making mine: if interrupted, the same command continues\n"
-    )
+    assert "making mine: if interrupted, the same command continues\n" in seen["write_shards"]
     look(hellaswag, "score")
     monkeypatch.setattr(hellaswag, "load_model", lambda *_: (test_hellaswag.losses, 1024))
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: test_hellaswag.BYTES)

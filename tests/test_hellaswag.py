@@ -179,6 +179,9 @@ def test_two_processes_score_what_one_process_does(tmp_path, monkeypatch):
     assert sys.stderr.getvalue() == ""
     assert hellaswag.score(losses, examples, "cpu", bar=True) == one
     assert re.search(rf"\rbuild-nanogpt: 100%.* {n}/{n} .*batch/s\]\n$", sys.stderr.getvalue())
+    printed = sys.stderr.getvalue()
+    hellaswag.score(losses, examples, "cpu", rank=1, world_size=1, bar=True)
+    assert sys.stderr.getvalue() == printed, "the first process alone shows how far it is"
     assert n % 2 == 1 and one.acc != one.acc_norm
     assert all(x.numel() <= 420 for (x, _), _ in model.call_args_list)
     found = []
@@ -203,6 +206,10 @@ def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch)
 
 LINE = json.dumps(EGG)
 BAD = {"": "no examples", LINE + '\n{"ctx': "example 2", "{}": "KeyError", "\x80": "Unicode"}
+BAD |= {
+    json.dumps(EGG | {"ctx": ""}): "a context",
+    json.dumps(EGG | {"endings": [""] * 4}): "4 endings",
+}
 BAD |= {LINE.replace('"label": 2', '"label": 4'): "0 to 3", LINE.replace('"waits.", ', ""): "4 end"}
 
 

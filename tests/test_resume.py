@@ -70,9 +70,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
 
     monkeypatch.setattr(train_gpt2.MLP, "forward", dropped)
     monkeypatch.setattr(train_gpt2.GPT, "configure_optimizers", divided)
-    flags = (
-        f"--max_steps 12 --save_every 3 --keep 0 --val_every 5 --batch_size 4 {recipe} --log_dir"
-    )
+    flags = "--max_steps 12 --save_every 3 --keep 0 --val_every 5 --batch_size 4"
+    flags += f" {recipe} --log_dir"
     assert main(flags, "a") == 0
     log = Path("a/log.txt")
     log.write_text(log.read_text().replace("\n1 lr", "\n1 norm/h.0 0.5\n1 lr"))
@@ -219,10 +218,8 @@ def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
 
 def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
     """Of every stream, and of the last step, off its period. What is due again stands twice, as it was."""
-    fake = Namespace(
-        fetch=str, load=lambda *_: "examples", score=lambda *_: Namespace(acc_norm=1, n=4)
-    )
-    monkeypatch.setitem(sys.modules, "hellaswag", fake)
+    hella = {"fetch": str, "load": lambda *_: "it", "score": lambda *_: Namespace(acc_norm=1, n=4)}
+    monkeypatch.setitem(sys.modules, "hellaswag", Namespace(**hella))
     flags = "--val_every 2 --hellaswag_every 3 --save_every 2 --keep 0 --resume --log_dir"
     assert main(flags, "a", "--max_steps 5") == 0
     broken = break_off("a", "b", 4)

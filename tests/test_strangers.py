@@ -68,6 +68,7 @@ REFUSED = {
     "no such device": (f"--device {NO_DEVICE}", {}, f"--device {NO_DEVICE}: found c"),
     "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
+    "no batch": ("--total_batch_size 0", {}, "--total_batch_size 0: expected at least one sequence"),
     "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
     "export of nothing": ("--export_hf out --log_dir run", {}, "--init_from run: expected gpt2 ... "),
     "resume and overwrite": ("--resume --overwrite", {}, "use only one of --resume, "),

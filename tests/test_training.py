@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -15,7 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import DATA, ROOT, SMALL, load, main, make_process, needs_data, read_log, state, steps
+from conftest import DATA, SMALL, load, main, make_process, needs_data, read_log, state, steps
 from test_hellaswag import make_examples, write
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import SGD
@@ -131,9 +130,8 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     ticks = (100 + n / 4 + 8 * (n >= 43) for n in itertools.count(1) for _ in range(2))
     clock = itertools.chain([100.0], ticks)
     monkeypatch.setattr(train_gpt2.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(
-        train_gpt2, "validate", lambda *_: (sum(next(clock) for _ in range(72)), 1.0)
-    )
+    validate = lambda *_: (sum(next(clock) for _ in range(72)), 1.0)  # noqa: E731
+    monkeypatch.setattr(train_gpt2, "validate", validate)
     monkeypatch.setattr(train_gpt2, "peak_tokens_per_second", lambda *_: 2048)
     log = train("--max_steps 15 --val_every 15")
     assert list(log["train"]) == list(range(15)) and list(log["val"]) == [0, 15]
@@ -147,9 +145,8 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     line = rf"step +(\d+)/15 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
     line += r"\| dt: 250\.00ms \| tok/sec: 1024 \| mfu: 50\.0% \| 0:00:0(\d) left\n"
     assert re.findall(line, out) == [("0", "4"), ("4", "2"), ("10", "1"), ("14", "0")]
-    assert re.search(
-        r"step     6/15 \| loss: nan .*: 8250\.00ms \| .* \| update skipped \| 0:00:02 left\n", out
-    )
+    skipped = r"step     6/15 \| loss: nan .*: 8250\.00ms \| .* \| update skipped \| 0:00:02 left\n"
+    assert re.search(skipped, out)
     assert out.count(" | loss: ") == 5
     assert re.search(rf"step    15/15 \| val loss: {number} \| bits per byte: {number}\n", out)
 
@@ -167,10 +164,8 @@ def test_bits_per_byte_are_those_of_the_text(shards):
     log = train("--max_steps 2 --val_every 1 --val_tokens 600 --batch_size 5")
     n = 600 // 16 * 16
     size = len("".join(text[1 : n + 1]).encode())
-    for step in (0, 1, 2):
-        assert log["bpb"][step] == pytest.approx(
-            log["val"][step] * n / math.log(2) / size, abs=1e-4
-        )
+    expected = {step: nats * n / math.log(2) / size for step, nats in log["val"].items()}
+    assert log["bpb"] == pytest.approx(expected, abs=1e-4) and len(expected) == 3
 
 
 def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, capsys, monkeypatch):
@@ -186,13 +181,9 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert steps() == [6, 7], "the two newest of four"
     out = capsys.readouterr().out
     assert out.endswith("--sample --init_from log --seed 1\n") and "\nnext: python " in out
-    assert re.findall(r"saved .*_(\d+)\.pt|(sample 0)|step +(\d)/7 \| HellaSwag: 0\.7500", out) == [
-        (*saved,) for saved in [
-            ("00000", "", ""), ("00002", "", ""), ("00004", "", ""), ("", "", "4"),
-            ("", "sample 0", ""), ("00006", "", ""), ("00007", "", ""), ("", "", "7"),
-            ("", "sample 0", ""),
-        ]
-    ]  # fmt: skip
+    done = re.findall(r"(saved .*_\d+)\.pt|(sample) 0|(HellaSwag: 0\.7500)", out)
+    done = ["".join(words).removeprefix("saved log/model_0000").partition(":")[0] for words in done]
+    assert done == [*"024", "HellaSwag", "sample", *"67", "HellaSwag", "sample"]
     Path("log/model_100000.pt").touch()
     assert steps() == [6, 7, 100000], "in the order of numbers"
     log = train("--max_steps 3 --save_every 0", "never")
@@ -209,9 +200,8 @@ def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
     written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
-    train_gpt2.print_samples(
-        GPT(SMALL), Namespace(prompt=prompt, num_samples=1, sample=False), make_process()
-    )
+    args = Namespace(prompt=prompt, num_samples=1, sample=False)
+    train_gpt2.print_samples(GPT(SMALL), args, make_process())
     assert generate.call_args.args[1].tolist() == [tokens]
     assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
 
@@ -224,7 +214,7 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     answers = []
 
     def lines():
-        for line in ("one\n", "\n", "two"):
+        for line in (" one\r\n", "\n", "two"):
             yield line
             answers.append(capsys.readouterr().out)
 
@@ -232,14 +222,13 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     args = Namespace(prompt="-", num_samples=2, sample=True)
     train_gpt2.print_samples(GPT(SMALL), args, make_process())
     answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
-    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in ("one", "", "two")]
+    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in (" one", "", "two")]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
-def test_a_run_computes_in_its_dtype_and_its_residual_stream_in_16_bits_if_the_range_is_enough(
-    shards, monkeypatch, dtype, most
-):
-    """In training, validation, HellaSwag and samples, each near float32's losses."""
+def test_a_run_computes_in_its_dtype_everywhere(shards, monkeypatch, dtype, most):
+    """In training, validation, HellaSwag and samples. Losses are near float32's. Only bfloat16, with
+    its range, has a residual stream of 16 bits."""
     path = write(Path("hella.jsonl"), make_examples(3))
     monkeypatch.setattr(hellaswag, "fetch", lambda: path)
     seen, places, forward = set(), ["training"], train_gpt2.Block.forward
@@ -273,6 +262,7 @@ def test_a_run_computes_in_its_dtype_and_its_residual_stream_in_16_bits_if_the_r
     for name in ("train", "val", "bpb"):
         errors = [abs(log[name][step] - plain[name][step]) for step in plain[name]]
         assert 0 < max(errors) < 2 * most or (dtype == "float32" and max(errors) == 0)
+    assert (load("log", 3)["scaler"] != {}) == (dtype == "float16")
     assert main(f"--init_from log --sample --dtype {dtype} --prompt ''") == 0
 
 
@@ -406,24 +396,3 @@ def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new
         tags.append(torch.compiler.config.cache_key_tag)
         monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT.replace(old, new))
     assert (tags[0] == tags[1]) == is_same
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("old, new", [
-    ("log_sum - x_target)", "2 * (log_sum - x_target))"), ("return dx, dw", "return 2 * dx, 2 * dw"),
-])  # fmt: skip
-def test_an_edited_loss_counts_in_the_second_start(tmp_path, shards, old, new):
-    """The first start of the unchanged script fills the cache, from which its second start takes."""
-    script, logs = train_gpt2.SCRIPT, []
-    flags = f"--quickstart --device cuda --data_dir {shards} --max_steps 1 --val_every 0"
-    flags += " --sample_every 0 --save_every 0 --dtype bfloat16 --batch_size 12 --overwrite --log_dir log"
-    for text in (script, script, script.replace(old, new)):
-        (tmp_path / "train_gpt2.py").write_text(text)
-        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "train_gpt2.py", *flags.split()]
-        subprocess.run(command, check=True, cwd=tmp_path, env=os.environ | env)
-        logs.append(read_log(tmp_path / "log"))
-    _, again, edited = [[log[k][0] / logs[0][k][0] for k in ("train", "norm")] for log in logs]
-    assert again == pytest.approx((1, 1), rel=1e-4), "a GPU adds up in no fixed order"
-    assert edited == pytest.approx((2, 1) if "sum" in old else (1, 2), rel=1e-3)
