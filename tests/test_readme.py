@@ -22,16 +22,15 @@ RUNS = {
     "train_gpt2.py --quickstart": SMALL,
     "train_gpt2.py --resume --log_dir log/quickstart": "",
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
-    'train_gpt2.py --sample --init_from log/quickstart --prompt "class " --temperature 0.8': "",
+    'train_gpt2.py --sample --init_from log/quickstart --prompt "class" --temperature 0.8': "",
     "fineweb.py --files texts --out mine": "--tokenizer bytes",
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
-    'train_gpt2.py --quickstart --data_dir mine_2048 --log_dir log/mine_2048 --prompt "The "': SMALL,
+    'train_gpt2.py --quickstart --data_dir mine_2048 --log_dir log/mine_2048 --prompt "The"': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
     "train_gpt2.py --init_from log/mine_2048 --max_steps 0 --val_tokens 1000000000": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --sample --init_from log": "",
-    "train_gpt2.py --sample --init_from log --prompt -": "",
     "train_gpt2.py --init_from log --max_steps 0": "",
     "train_gpt2.py --init_from log --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
@@ -39,6 +38,7 @@ RUNS = {
 TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
+NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
 NOT_RUN |= {f"train_gpt2.py {FIRST}", f"train_gpt2.py {TUNE} --max_steps 55"}
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = '> tokenizer: str = "gpt2"\n'
@@ -91,6 +91,20 @@ def test_links_resolve(page):
             headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.M) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
             assert target.exists() and (not anchor or anchor in slugs), link
+
+
+def test_the_map_and_the_links_to_lines_are_those_of_the_script():
+    """A link's line has the words of the link. The map has a section a line, a block for 20 lines."""
+    lines = (ROOT / "train_gpt2.py").read_text("utf-8").splitlines()
+    for words, number in re.findall(r"\[([^]]+)\]\(train_gpt2\.py#L(\d+)\)", README):
+        assert words in lines[int(number) - 1], f"{words} is not in line {number}"
+    titles = {i: line[7:].strip(" -") for i, line in enumerate(lines, 1) if line[:6] == "# ----"}
+    starts = [*titles, len(lines)]
+    rows = []
+    for (start, title), end in zip(titles.items(), starts[1:], strict=True):
+        rows.append(f"{start:4}  {title:57}{'█' * round((end - start) / 20)}")
+    drawn = re.sub(r"  ←.*", "", README)
+    assert "\n".join(rows) in drawn, "\n".join(rows)
 
 
 def call(main, argv: list[str]):
