@@ -79,6 +79,14 @@ def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
     return train_gpt2.Process(**(cpu | changes))
 
 
+def make_llama(vocab_size: int):
+    """Return a model of transformers that is no GPT-2."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_attention_heads=1, **size))
+
+
 @pytest.fixture
 def break_losses(monkeypatch):
     """Return a function that lets change(n, losses) replace the losses of training batch n."""
