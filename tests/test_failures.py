@@ -136,24 +136,15 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
     assert steps() == ([] if message else [4])
 
 
-@pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
-def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, what):
-    """A run with --overwrite on a machine without network leaves the old one as it is. The line is
-    not cut, as it says where to put the file."""
-    path = "/folder" * 40 if what == "HellaSwag" else ""
-    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded{path}"))
-    flags = "--overwrite --max_steps 4"
-    if what == "HellaSwag":
-        flags += " --hellaswag_every 4"
-        monkeypatch.setattr("hellaswag.fetch", fail)
-    elif what == "tokenizer":
-        flags += " --sample_every 4"
-        for name in ("tiktoken.Encoding", "tiktoken.get_encoding"):
-            monkeypatch.setattr(name, fail)
-    else:
-        flags += " --init_from gpt2"
-        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    assert refused(f"{what} cannot be downloaded{path}", flags)
+@pytest.mark.parametrize("names, flags, text", [
+    ("hellaswag.fetch", "--hellaswag_every 4", "save it as " + "/folder" * 40),  # is not cut
+    ("tiktoken.Encoding tiktoken.get_encoding", "--sample_every 4", "no network"),
+    ("transformers.AutoModelForCausalLM.from_pretrained", "--init_from gpt2", "no network"),
+])  # fmt: skip
+def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, names, flags, text):
+    for name in names.split():
+        monkeypatch.setattr(name, Mock(side_effect=ConnectionError(text)))
+    assert refused(text, f"--overwrite --max_steps 4 {flags}")
     assert contents("log") == old
 
 

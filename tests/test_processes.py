@@ -101,23 +101,16 @@ def test_a_checkpoint_crosses_between_numbers_of_processes(shards):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_gpu_trains_as_it_would_without_compile_kernel_and_caches(start, optimizer, tmp_path):
-    """Plain PyTorch's losses, but for rounding; with empty caches, stopped and resumed, the same bits."""
+def test_a_gpu_trains_as_it_would_without_compile_and_kernel(start, optimizer):
+    """To plain PyTorch's losses, but for rounding, and to the same bits where it was stopped."""
     flags = f"--device cuda --dtype bfloat16 --optimizer {optimizer} --max_lr 1e-3 --compile"
     flags += " --schedule constant --warmup_steps 0 --save_every 10 --keep 0"
-    one, samples = start(1, flags)
+    one, _ = start(1, flags)
     plain, _ = start(1, f"{flags} --no-compile", also="train_gpt2.triton = None")
     assert_close(read_log(one), read_log(plain) | {"hella": read_log(one)["hella"]}, 0.02)
-    empty = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}"
-    for _ in range(2):  # and then they are full
-        again, its_samples = start(1, flags, also=empty)
-        assert read_log(one) == read_log(again) and samples == its_samples
-        empty += " "
     half, _ = start(1, f"{flags} --max_steps 10")
     start(1, f"{flags} --resume", log_dir=half)
-    for step in (10, 20):
-        assert leaves(load(one, step) | {"args": 0}) == leaves(load(half, step) | {"args": 0})
-    assert read_log(one) == read_log(half)
+    assert leaves(load(one, 20) | {"args": 0}) == leaves(load(half, 20) | {"args": 0})
 
 
 DIVIDED = """
@@ -212,17 +205,13 @@ def check(status, end=os._exit):
     print("ended by", sys._getframe(1).f_globals["__name__"], flush=True)
     end(status if os.path.exists("log/model_00001.pt") else 77)
 os.replace, os._exit = rename_late, check
-def init(*args, start=torch.distributed.init_process_group, **options):
-    print("waits", options["timeout"])
-    start(*args, **options)
-torch.distributed.init_process_group = init
 """
 
 
 def test_no_process_ends_before_the_last_checkpoint_is_whole(shards):
-    """torchrun ends the one that writes soon after another. NCCL would wait for 10 minutes."""
+    """torchrun ends the one that writes soon after another."""
     status, out, err = run("--max_steps 1 --val_every 0", processes=2, patch=SLOW_SAVE)
-    assert status == 0 and out.count("waits 1:00:00") == 2, err
+    assert status == 0, err
     assert out.count("ended by train_gpt2") == 2, "Python's cleanup could wait for the others"
 
 
