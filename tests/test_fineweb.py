@@ -99,14 +99,12 @@ def read_meta(folder: Path) -> dict:
 
 
 def read_split(folder: Path, split: str) -> list[int]:
-    """Return the tokens of a split's shards, one after the other."""
     shards = [np.load(path) for path in sorted(folder.glob(f"{split}*.npy"))]
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 and len(shard) for shard in shards)
     return np.concatenate([np.empty(0, np.uint16), *shards]).tolist()
 
 
 def to_tokens(texts: list[str]) -> list[int]:
-    """Return what all shards together hold with the bytes tokenizer."""
     return [token for text in texts for token in (256, *text.encode())]
 
 
@@ -145,8 +143,7 @@ def assert_whole(out: Path) -> None:
 
 
 def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
-    """The same command continues, also after a malformed row is mended, and with more workers. There
-    are rows without a text, and marks in many places of a batch. What was not whole is deleted."""
+    """The same command continues, also after a malformed row is mended, and with more workers."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
     (tmp_path / "a.txt").write_bytes(b"<|endoftext|>\r\n".join(story))
@@ -202,10 +199,8 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("echo >> 0.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl"),
-    ("sed -i 's/the/longer/' 1.jsonl", "", "has changed where", "1.jsonl"),
     ("rm 1.jsonl 2.jsonl", "", "has changed where", "1.jsonl"),
     ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", *2 * ["train_000001.npy"]),
-    ("truncate -s 999 out/train_000001.npy", "", *2 * ["train_000001.npy"]),
     ("rm out/train_000001.npy", "", *2 * ["train_000001.npy"]),
     ("rm out/meta.json", "", *2 * ["no meta.json"]),
     ("echo '{\"version\": 4}' > out/meta.json", "", *2 * ["has version"]),
@@ -341,8 +336,7 @@ def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
 
 
 def test_small_corpus_golden(tmp_path, monkeypatch):
-    """The bytes that the first version wrote, and the keys that the trainer reads. Bytes reach the
-    disk before their name, or a power failure could leave the name without the content."""
+    """Bytes reach the disk before their name, or a power failure could leave a name without content."""
     calls, known = [], {"fsync": os.fsync, "replace": os.replace}
     for name, call in known.items():
         spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
@@ -354,9 +348,6 @@ def test_small_corpus_golden(tmp_path, monkeypatch):
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
     assert hashes == {"train_000000.npy": "77f5cb94beabd2fd", "val_000000.npy": "5c16acecc14da7cb"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
-    [(size, sha256)] = meta["files"].values()  # of 64 KB
-    content = (tmp_path / "docs.jsonl").read_bytes()
-    assert (size, sha256) == (len(content), hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(fineweb, "write_file", None)
     monkeypatch.setattr(fineweb, "read_batches", None)
     build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is encoded, nothing is written
@@ -399,7 +390,6 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
 
 @needs_data
 def test_the_tokenizers():
-    """There are two. A million blanks are cut somewhere."""
     enc = fineweb.get_tokenizer("gpt2")
     assert enc is fineweb.get_tokenizer("gpt2") and (enc.n_vocab, enc.eot_token) == (50257, 50256)
     tokens, _ = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
@@ -498,7 +488,6 @@ def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
 
 
 def test_the_sample_comes_from_all_files(tmp_path):
-    """From each its share, in bytes, or all of the text if it is short."""
     for name, rows in (("a", 900), ("b", 90), ("c", 10)):
         write_jsonl(tmp_path / f"{name}.jsonl", [name + "é" * 50] * rows + [None])
     files = {str(path): [path.stat().st_size, ""] for path in sorted(tmp_path.iterdir())}
@@ -573,8 +562,7 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
     "tsv": 2, "parquet": 129, "big.parquet": 72,
 }.items())  # fmt: skip
 def test_a_document_is_whole_wherever_a_block_ends(suffix, batches, tmp_path, monkeypatch):
-    """In each format and packing: of more than 4 MB in .csv, of 70 rows or 128 in .parquet, where
-    workers read small row groups themselves. Texts have line ends, and in .txt begin in a line."""
+    """Of more than 4 MB in .csv, of 70 rows or 128 in .parquet. In .txt, texts begin in a line."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", 2**16)
     monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**18)
     end = {"txt": "\n", "tsv": "\u2028"}.get(suffix, "\r\n")  # a .tsv has no quotes
@@ -607,7 +595,6 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, batches, tmp_path, mo
 
 
 def test_a_file_may_be_replaced_between_two_runs(tmp_path):
-    """In one process, as in a notebook, which keeps a .parquet file open."""
     for n in (1, 2):
         write_parquet(tmp_path / "a.parquet", [f"text {n}"] * n)
         out = build(tmp_path / "a.parquet", tmp_path / f"{n}", "--val_share", 0)
@@ -615,9 +602,7 @@ def test_a_file_may_be_replaced_between_two_runs(tmp_path):
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
-    """A .txt file is one document, of several batches or empty: its line ends stay, a byte order
-    mark at its beginning does not. In JSON, half a surrogate pair becomes U+FFFD. A file may have
-    two names. Two stars stand for folders of any depth, and ~ for the home."""
+    """Line ends stay, a byte order mark at the beginning does not. A file may have two names."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "some/of/mine"
     folder.mkdir(parents=True)
@@ -652,18 +637,14 @@ def test_pydocs_needs_numpy_tiktoken_and_tqdm_alone(tmp_path, monkeypatch):
     assert train > 10**6 and 0.05 < val / train < 0.15
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
-def test_a_terminal_shows_tokens_their_rate_and_the_time_left(name, tmp_path, monkeypatch):
+def test_a_terminal_shows_tokens_their_rate_and_the_time_left(tmp_path, monkeypatch):
     """The bar ends at 100%, of the files or of --max_tokens. In between, the end is an estimate."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", SMALL)
     monkeypatch.setattr(fineweb, "tqdm", partial(fineweb.tqdm, mininterval=0))
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a text"}\n' * 3000)
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\n" + b"a text\n" * 3000))
-    write_parquet(tmp_path / "a.parquet", ["a text"] * 3000)
+    files = write_jsonl(tmp_path / "a.jsonl", ["a text"] * 3000)
     for end, options in (("21.0k/21.0k", ()), ("5.00k/5.00k", ("--max_tokens", 5000))):
         with redirect_stderr(type("", (io.StringIO,), {"isatty": lambda _: True})()) as terminal:
-            build(tmp_path / name, tmp_path / end, *options)
+            build(files, tmp_path / end, *options)
         *_, last = bars = terminal.getvalue().strip().split("\r")
         assert re.match(rf"100%.* {end} \[00:\d\d<00:00, .* tokens/s\]$", last)
         assert all(re.search(r"\d%.*<\d.* tokens/s", bar) for bar in bars[2:])
@@ -699,7 +680,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
     ("a.jsonl", GOOD * 40_000 + b"5", "--max_tokens 8", ["a"] * 4),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
-    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected lines like"),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
     ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
     ("a.json.gz", gzip.compress(ARRAY.replace(b'"b"', b"null")), "", ["a"]),
@@ -714,7 +694,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("f/.git/a", b"A", "--files f", "there is no such file"),
     ("f/.a", b"A", "--files f", "there is no such file"),
     ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
-    ("a.tar.gz", gzip.compress(b"a.txt\0\0text"), "", "has to be unpacked first"),
     ("a.txt.xz", lzma.compress(b"text\0"), "", "has to be unpacked first"),
     ("a.zip", b"PK\3\4\0\0", "", "a.zip: it is not text in UTF-8, or has to be unpacked first"),
     ("a.csv", b'id,text\n1,"A\n2,B\n', "", "a.csv: a quote begins a cell and is never closed"),
@@ -722,7 +701,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.csv", b'id,text\n1,5" wide\n2,"B ""c"""\n', "", ['5" wide', 'B "c"']),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
     ("f/d.arrow", b"\0", "--files f", "to_parquet"),
-    ("f/note.docx", b"A\0", "--files f", "found no file of text"),
     ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
@@ -730,7 +708,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.csv", b"id,text\n1,05\n2,5\n", "", ["05", "5"]),
     ("a.csv", b"id;text\n1;A\n", "", "of b'id;text', divided by ',', --text_key text cannot"),
     ("a.csv", b"", "", "Empty CSV file"),
-    ("a.csv", b"id,body\n1,A\n", "", "of b'id,body', divided by ',', --text_key"),
     ("a.csv", b"id,text\n1,A,B\n", "", "Row #2: Expected 2 columns, got 3"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
@@ -744,7 +721,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
 
 @pytest.mark.parametrize("name, content, options, expected", STRANGERS)
 def test_what_strangers_bring(name, content, options, expected, tmp_path, monkeypatch, capsys):
-    """It is read, or one line names the option or file and what is wrong. No shard is left then."""
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, dict):
@@ -763,16 +739,16 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
 
 
 def test_what_to_run_next_suits_the_amount():
-    """About four epochs, of a small corpus by a model that a GPU trains soon."""
-    small = "--log_dir log/m --prompt 'A b' --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
-    quickstart = "--log_dir log/m --prompt 'A b' --quickstart --val_tokens 100000"
-    rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
-    rows.append(("bytes", 10**7, f" {quickstart.replace('100000', '500000')}"))
-    # By default these steps have 2**17, 2**17 and 2**19 tokens, which makes 5.0, 4.2 and 4.0 epochs
-    for train, steps in ((10**8, 3814), (144 * 10**6, 4577), (2_499_999_999, 19069)):
-        large = f"--log_dir log/m --prompt 'A b' --optimizer muon --max_steps {steps}"
-        rows.append(("gpt2", train, f" {large}"))
-    for tokenizer, train, expected in rows:
+    prompt = " --log_dir log/m --prompt 'A b'"
+    d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
+    for tokenizer, train, expected in (
+        ("bytes", 10**6, f"{prompt} --quickstart --val_tokens 100000"),
+        ("bytes", 10**7, f"{prompt} --quickstart --val_tokens 500000"),
+        ("gpt2", 10**6, d6),
+        ("gpt2", 10**8, f"{prompt} --optimizer muon --max_steps 3814"),  # of 2**17 tokens: 5 epochs
+        ("gpt2", 2_499_999_999, f"{prompt} --optimizer muon --max_steps 19069"),
+        ("gpt2", 10**10, ""),
+    ):
         args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
         sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
         vocab_size = fineweb.get_tokenizer(tokenizer).n_vocab
@@ -801,7 +777,6 @@ def test_the_prompt_begins_a_document(text, prompt, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
 def test_uv_run_installs_what_a_script_imports(name):
-    """The block at its top names the packages of requirements.txt that it imports, and no others."""
     text = Path(ROOT, name).read_text()
     (block,) = re.findall(r"^# /// script\n((?:# .*\n)+)# ///$", text, re.MULTILINE)
     block = tomllib.loads(re.sub("^# ", "", block, flags=re.MULTILINE))
@@ -816,21 +791,16 @@ def test_uv_run_installs_what_a_script_imports(name):
 
 
 def test_defaults_follow_the_source_and_the_machine(monkeypatch):
-    """Of FineWeb, the first shard is for validation, but no more than a tenth of --max_tokens. A job
-    has a worker for each core that it may use, and where it cannot be limited, that there is."""
+    """A job has a worker for each core that it may use, and where it cannot be limited, that there is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    for argv, val_share, val_tokens, workers in (
-        ("", 1.0, 10**8, 6),
+    for argv, *expected in (
+        ("", 1.0, 10**8, 6), ("--files x --out y", 0.1, 10**8, 4), ("--dataset pydocs", 0.1, 10**8, 1),
         ("--max_tokens 150000000", 1.0, 15 * 10**6, 6),
         ("--max_tokens 9000000000", 1.0, 10**8, 6),
-        ("--files x --out y", 0.1, 10**8, 4),
-        ("--dataset pydocs", 0.1, 10**8, 1),
-    ):
+    ):  # fmt: skip
         args = fineweb.parse_args(argv.split())
-        assert (args.val_share, args.val_tokens, args.workers) == (val_share, val_tokens, workers)
-        assert args.tokenizer == ("bytes" if args.dataset == "pydocs" else "gpt2")
-        assert args.shard_size == 10**8
+        assert [args.val_share, args.val_tokens, args.workers] == expected
     monkeypatch.delattr(os, "sched_getaffinity")
     assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
 
