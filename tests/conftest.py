@@ -187,7 +187,6 @@ def steps(log_dir="log") -> list[int]:
 
 
 def load(log_dir, step: int) -> dict:
-    """Return a checkpoint."""
     return torch.load(Path(log_dir, f"model_{step:05d}.pt"), weights_only=True)
 
 
@@ -198,7 +197,6 @@ def state(log_dir, step: int) -> dict:
 
 
 def contents(folder) -> dict[str, bytes]:
-    """Return what is in the files of a folder."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 

@@ -135,7 +135,6 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
 
 
 def test_defaults_follow_the_model_and_the_optimizer():
-    """GPT-3's rate for the size, its context, Muon's recipe, a warmup of a third of a short run."""
     for optimizer, n, warmup in (("adamw", 50, 16), ("muon", 350, 60)):
         assert defaults(optimizer=optimizer, max_steps=n).warmup_steps == warmup
     assert defaults(warmup_steps=0).warmup_steps == 0, "0 is a value"
@@ -153,7 +152,6 @@ def test_defaults_follow_the_model_and_the_optimizer():
     (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
 ])  # fmt: skip
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
-    """So do the tokens between evaluations. What is given counts, and the rest follows."""
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
     assert args.val_every is args.sample_every is args.hellaswag_every is None
@@ -289,7 +287,6 @@ def test_what_is_printed_appears_at_once(shards, monkeypatch):
 
 @pytest.mark.slow
 def test_importing_the_scripts_does_nothing(tmp_path):
-    """No output, no file, no process group, and no library that one script alone needs."""
     code = "import sys, train_gpt2, fineweb, hellaswag, torch.distributed as dist\n"
     code += "print(dist.is_initialized(), {'transformers', 'datasets'} & {*sys.modules})"
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}

@@ -19,7 +19,6 @@ CHANGES = ["* float('nan')", "+ float('inf')", "+ 1e38 * (losses - losses.detach
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_all_processes_skip_an_update_in_which_one_fails(shards, change):
-    """Weights and optimizer state stay as they are, and the run goes on."""
     patch = hook(f"if rank == 1 and sum(calls) == 3 and calls[-1]: losses = losses {change}")
     flags = "--max_steps 5 --save_every 1 --keep 0 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=patch)
@@ -33,7 +32,6 @@ def test_all_processes_skip_an_update_in_which_one_fails(shards, change):
 
 
 def test_twenty_skipped_updates_in_a_row_end_the_run(shards, break_losses, refused):
-    """Nineteen do not, however often, and weights and optimizer state stay as they are."""
     break_losses(lambda n, losses: losses if n in (19, 20, 40) else losses * math.nan)
     flags = "--max_steps 99 --save_every 15 --val_every 0 --keep 0"
     assert refused("20 updates in a row were not finite: try a lower --max_lr", flags)
@@ -69,7 +67,6 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
 
 
 def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsys):
-    """With --resume it goes on, and it needs --overwrite to start over."""
     monkeypatch.setattr(fineweb, "main", lambda argv: None)
     small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
     monkeypatch.setattr(train_gpt2, "QUICKSTART", train_gpt2.QUICKSTART | small)
@@ -158,7 +155,6 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, na
     ("--overwrite --log_dir log/sub --init_from log --max_steps 1", [1, 2]),
 ])  # fmt: skip
 def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
-    """A user's files stay beside them, whatever they are called."""
     for name in ("notes.txt", "model_1_copy.pt", "model_best.pt", "xmodel_00001.pt", "sub/x.pt"):
         Path("log", name).parent.mkdir(exist_ok=True)
         Path("log", name).write_text("mine")

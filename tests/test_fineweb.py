@@ -169,7 +169,6 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
-    """Each start makes one chunk, from the batch in which it begins, before the disk is full."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     write = partial(write_parquet, rows=3) if suffix == "parquet" else write_jsonl
     for k in range(3):  # a .txt file has the lines of a .jsonl file as its text
@@ -217,7 +216,6 @@ CHANGES = [  # a command between two starts, options of the second start, what i
 @pytest.mark.parametrize("is_finished", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
 def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypatch):
-    """Else nothing in the folder changes. What was not read may change, and dates and places may."""
     monkeypatch.chdir(tmp_path)
     for k in range(3):
         write_jsonl(Path(f"{k}.jsonl"), random_texts(30, 300 + k, seed=k))
@@ -374,7 +372,6 @@ def test_validation_first_and_then_training(data, tmp_path_factory):
 
 
 def test_validation_is_dealt_by_documents(tmp_path, capsys):
-    """A document, or piece of a longer one, goes to val while that has not more than its share."""
     files = write_jsonl(tmp_path / "docs.jsonl", [*(x * 15 for x in "abcdefgh"), "i" * 39])
     out = build(files, tmp_path / "out", "--val_share", 0.25, "--val_tokens", 44)
     # All have 16 tokens. Val has 16 of 16, 32, 48, 64, which is its share: e; 32 of 128: i's first
@@ -414,7 +411,6 @@ def own(tmp_path_factory) -> tuple:
 
 
 def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
-    """It keeps marks in their words. Its tokens are those of the library that trains it."""
     files, texts, out = own
     meta = read_meta(out)
     enc = fineweb.get_tokenizer(meta["tokenizer"])
@@ -447,7 +443,6 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
 
 
 def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
-    """With other workers, after a kill, and for more texts. Few texts make a small one."""
     files, texts, out = own
     options = ("--tokenizer", 330, "--shard_size", 2500, "--workers")
     unbroken = build(files, tmp_path / "unbroken", *options, 1)
@@ -638,7 +633,6 @@ def test_pydocs_needs_numpy_tiktoken_and_tqdm_alone(tmp_path, monkeypatch):
 
 
 def test_a_terminal_shows_tokens_their_rate_and_the_time_left(tmp_path, monkeypatch):
-    """The bar ends at 100%, of the files or of --max_tokens. In between, the end is an estimate."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     monkeypatch.setattr(fineweb, "tqdm", partial(fineweb.tqdm, mininterval=0))
     files = write_jsonl(tmp_path / "a.jsonl", ["a text"] * 3000)
@@ -769,7 +763,6 @@ def test_what_to_run_next_suits_the_amount():
     ("Donaudampfschifffahrtsgesellschaft m b H ", "Donaudampfschifffahr"),
 ])  # fmt: skip
 def test_the_prompt_begins_a_document(text, prompt, tmp_path, capsys):
-    """The first ones that are whole in the training data, and no word that is too long."""
     files = write_jsonl(tmp_path / "a.jsonl", ["alpha " * 999, text * 99, "omega " * 9])
     out = command_line(files, tmp_path / "out", capsys)
     assert f" --prompt {prompt} --quickstart --val_tokens " in out
@@ -827,7 +820,6 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
 
 
 def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys, monkeypatch):
-    """Which has all options of this one. English and tokens of one's own fit."""
     monkeypatch.setattr(fineweb, "look", lambda args, meta: (size, "A"))
     files = tmp_path / "a b.jsonl"
     files.write_text('{"body": "A"}\n' * 99)

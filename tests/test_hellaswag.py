@@ -103,7 +103,6 @@ def test_choices_are_those_of_one_row_at_a_time(tmp_path):
 @needs_data
 @pytest.mark.parametrize("convention", CONVENTIONS)
 def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
-    """The harness cleans texts and encodes the whole at once; tokens in two parts are the same."""
     gpt2 = tiktoken.get_encoding("gpt2")
     context, endings = EGG["ctx"], [f" {ending}" for ending in EGG["endings"]]
     if convention == "harness":  # no marks; one at the end of the context leaves a space
@@ -123,7 +122,6 @@ def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
 
 
 def test_losses_are_float32_and_zero_where_nothing_is_predicted():
-    """A difference of 0.01 in bfloat16 logits counts; targets of -1 do not."""
     logits = torch.zeros(4, 3, 256, dtype=torch.bfloat16)
     logits[2, :2, 7] = 0.01
     logits[3, 2, 7] = 5
@@ -134,7 +132,6 @@ def test_losses_are_float32_and_zero_where_nothing_is_predicted():
 
 
 def test_two_processes_score_what_one_process_does(tmp_path, monkeypatch):
-    """Without transformers, in an odd number of batches, with a bar if asked to."""
     monkeypatch.setitem(hellaswag.BATCH_TOKENS, "cpu", 420)
     monkeypatch.setitem(sys.modules, "transformers", None)  # cannot be imported
     monkeypatch.setattr(sys, "stderr", type("", (io.StringIO,), {"isatty": lambda _: True})())
@@ -155,7 +152,6 @@ def test_two_processes_score_what_one_process_does(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2)])
 def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch):
-    """Anything else is one line that says where to save the file, and leaves nothing behind."""
     answers = Mock(side_effect=[wrong, io.BytesIO(b"{}")])  # an exception is raised
     monkeypatch.setattr(hellaswag.urllib.request, "urlopen", answers)
     monkeypatch.setattr(hellaswag, "FILE", tmp_path / "new" / "val.jsonl")

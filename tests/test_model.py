@@ -100,7 +100,6 @@ def test_initial_weights_have_gpt_2s_deviations():
 
 
 def test_variants_with_one_seed_share_the_weights_that_both_have():
-    """An untied head, other modules, numbers of them or orders change no weight but their own."""
 
     class Swapped(GPT):
         def __init__(self, config, **options):
@@ -273,7 +272,6 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
 
 
 def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
-    """A text that grows beyond seq_len is cropped at its beginning. Here that changes the text."""
     model = randomize(GPT(SMALL))
     text = prompt = random_tokens(3, 5)
     for _ in range(40):
@@ -285,7 +283,6 @@ def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @pytest.mark.parametrize("top_k, allowed", [(2, "12"), (3, "012"), (0, "0123"), (9, "0123")])
 def test_temperature_and_top_k_shape_the_distribution(top_k, allowed, temperature):
-    """The k most likely tokens are drawn, in the shares of softmax(logits / T), or none if T is 0."""
     logits, allowed = torch.tensor([1.0, 3.0, 2.0, -0.5]), [*map(int, allowed)]
     model = Mock(side_effect=lambda tokens: logits.expand(*tokens.shape, 4))
     model.config.vocab_size = 4

@@ -70,7 +70,6 @@ train_gpt2.choose_batch_size = choose
         ("adamw", 3, 2), ("adamw", 5, 2), ("adamw", 7, 1), ("muon", 2, 3), ("muon", 3, 4)])
 ])  # fmt: skip
 def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processes, B):
-    """Also where they divide neither a step nor the validation, and B and folders' names differ."""
     # Muon's rate is 0.1 here, so that roundings grow 50 times in 20 steps
     flags = {"adamw": "--optimizer adamw --max_lr 6e-4", "muon": "--optimizer muon"}[optimizer]
     one, samples = start(1, flags)
@@ -88,7 +87,6 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
 
 @slow
 def test_a_checkpoint_crosses_between_numbers_of_processes(shards):
-    """Each part of the run is made by other processes than the one before."""
     flags = "--optimizer muon --schedule constant --resume --max_lr 0.02 --warmup_steps 0"
     flags += " --val_every 1 --batch_size 4 --max_steps"
     assert main(flags, 12, "--log_dir a") == 0
@@ -168,7 +166,6 @@ fineweb.main = make
 
 
 def test_one_process_makes_or_downloads_what_all_need(shards):
-    """The others wait, and find it."""
     flags = "--quickstart --seq_len 16 --max_steps 1 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=MAKE_ONCE)
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
@@ -242,7 +239,6 @@ def torchrun(name: str, launcher: str, flags: str, patch: str) -> subprocess.Pop
 
 
 def printed() -> str:
-    """Return what all torchruns have printed."""
     return "".join(f"--- {path}\n{path.read_text()}" for path in sorted(Path().glob("*.txt")))
 
 

@@ -88,7 +88,6 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("then", [True, False])
 def test_weights_may_be_frozen_later_or_no_longer(shards, monkeypatch, optimizer, then):
-    """What is updated from then on, and has no state in the checkpoint, begins with none."""
     configure = train_gpt2.GPT.configure_optimizers
     for max_steps, learns in ((2, not then), (4, then)):
 
@@ -155,7 +154,6 @@ sys.settrace(trace)
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_the_run_ends_as_the_unbroken_one(shards, processes):
-    """Launched with --resume after each kill. A seed makes the moments the same everywhere."""
     kills = {1: KILLS - KILLS // 3, 2: KILLS // 3}[processes]
     flags = f"--max_steps {8 * kills} --save_every 2 --keep 2 --val_every 5 --val_tokens 64"
     flags += " --batch_size 8 --resume --log_dir"
@@ -205,7 +203,6 @@ def test_a_deleted_checkpoint_gives_back_its_disk(shards):
 
 
 def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
-    """An evaluation that fails after the last update loses nothing."""
     values = iter([5.0, 4.0])
     with monkeypatch.context() as broken:
         broken.setattr(train_gpt2, "validate", lambda *_: (next(values), 1.0))
@@ -289,7 +286,6 @@ def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patc
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(shards):
-    """Nothing is saved then."""
     status, _, err = run("--max_steps 8", patch=signal_in(5, "SIGINT", times=2))
     assert status == -signal.SIGINT and "saving after the next step" in err and not steps()
 
@@ -309,7 +305,6 @@ def test_a_ctrl_c_before_the_training_ends_the_script_without_a_traceback(tmp_pa
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(shards, capsys):
-    """The same command can be launched for ever."""
     assert main("--max_steps 2 --resume") == 0
     before = read_log()
     assert list(before["train"]) == [0, 1] and list(before["val"]) == [0, 2]
@@ -333,7 +328,6 @@ def test_data_and_precision_may_change(shards, capsys):
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(shards, refused):
-    """Wherever it was cut short."""
     assert main("--max_steps 4") == 0
     newest = Path("log/model_00004.pt")
     whole = newest.read_bytes()

@@ -130,7 +130,6 @@ TAKEN = {
 
 @pytest.mark.parametrize("case", REFUSED | TAKEN)
 def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, refused, capsys):
-    """With status 2, before the run makes log_dir or changes anything else."""
     words, files, text = (REFUSED | TAKEN)[case]
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path / "data")

@@ -37,7 +37,6 @@ def train(flags: str, log_dir="log") -> dict:
 
 
 def test_ten_golden_losses(shards):
-    """Initial weights, data order, schedule and arithmetic are what they were in earlier versions."""
     log = train("--max_steps 10 --warmup_steps 2")
     assert [log["train"][step] for step in range(10)] == pytest.approx(GOLDEN, abs=2e-4)
     assert log["norm"][0] == pytest.approx(NORM, rel=1e-3)
@@ -113,7 +112,6 @@ def test_compilation_changes_nothing_of_the_training(shards, monkeypatch):
 
 @pytest.mark.parametrize("own, n, epochs", [("", 48, 1), ("--overfit_one_batch", 16, 3)])
 def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
-    """After a batch of each to try them. A validation's last batch repeats its last window."""
     read, get = {True: [], False: []}, train_gpt2.DataLoaderLite.get_window
     spy = lambda self, n: (read[self.seed is None].append(n), get(self, n))[1]  # noqa: E731
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "get_window", spy)
@@ -194,7 +192,6 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
 
 @pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
 def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
-    """<|endoftext|> is one token in a prompt too, and an empty prompt is this token alone."""
     written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
@@ -258,7 +255,6 @@ def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[
 
 @pytest.mark.parametrize("name", train_gpt2.SCHEDULES)
 def test_a_schedule_warms_up_and_decays(name):
-    """From a hundredth of max_lr to final_lr_frac of it. wsd decays in the last fifth."""
     rates = schedule(name)
     assert [rates[step] for step in (0, 98, 99, 100)] == pytest.approx([6e-6, 5.94e-4, 6e-4, 6e-4])
     peaks = max(rates), schedule(name, warmup_steps=0)[0], schedule(name, 5, warmup_steps=5)[4]
@@ -313,7 +309,6 @@ def newton_schulz(matrix):
 
 
 def test_updates_of_muon_are_their_formula():
-    """Momentum, decay, scale, a group's share, and split_sizes: several matrices in one."""
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
