@@ -100,6 +100,20 @@ def break_losses(monkeypatch):
     return changes.append
 
 
+@pytest.fixture
+def disk_calls(monkeypatch) -> list[str]:
+    """Return a list to which each fsync and each replace is appended."""
+    calls = []
+
+    def spy(call, *args):
+        calls.append(call.__name__)
+        call(*args)
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, functools.partial(spy, getattr(os, name)))
+    return calls
+
+
 def hook(code: str) -> str:
     """Return a patch for `run`: code after each call of the model, which sees `calls` and `losses`."""
     return f"""
