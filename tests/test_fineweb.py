@@ -270,9 +270,9 @@ class Hub(BaseHTTPRequestHandler):
             content = b'{"id": "me/docs", "sha": "%s", "siblings": [], "tags": []}' % (b"a" * 40)
         status = 200 if content else 404
         self.send_response(429 if event == "busy" else status)  # 429: too many requests
-        headers = {"X-Repo-Commit": "a" * 40, "X-Error-Code": "EntryNotFound"}  # if it is an error
-        for header in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(*header)
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("X-Error-Code", "EntryNotFound")  # if it is an error
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if event == "cut":
             content = content[:-1]  # and then the connection ends
@@ -284,24 +284,22 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_path, monkeypatch):
+def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_path):
     """The shards are those of the same files on the disk. A worker requests a whole row group."""
     for k in range(3):
         write_parquet(tmp_path / f"{k}.parquet", random_texts(200, 500, seed=k), rows=20)
     Hub.files = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.parquet"))}
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "no_proxy": "*"}
+    env |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, ROOT / "fineweb.py", "--dataset", "me/docs", "--tokenizer", "bytes"]
     command += [*map(str, OPTIONS), "--workers", "2", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     for status, events in ((-signal.SIGKILL, {7: "cut", 25: "kill"}), (0, {4: "cut", 9: "busy"})):
         begin = next(Hub.reads)  # a killed process's workers have read on for a while
         Hub.events = {begin + number: event for number, event in events.items()}
-        Hub.process = subprocess.Popen(command, **pipes)
+        Hub.process = subprocess.Popen(command, env=env, **pipes)
         lines, error = Hub.process.communicate(timeout=60)  # ends when all processes have ended
         assert Hub.process.returncode == status, error
         assert_whole(tmp_path / "out")
@@ -417,14 +415,8 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     assert "next: " not in out, "only the command line asks what is next"
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer=meta["tokenizer"]), str(tmp_path))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    rng = random.Random(0)
-    spellings = enc.decode_tokens_bytes(range(330))
-    for _ in range(2000):
-        pieces = rng.choices([*spellings, *WORDS, chr(rng.randrange(0xD800))], k=rng.randrange(40))
-        text = b"".join(x if isinstance(x, bytes) else x.encode() for x in pieces)
-        text = text.decode(errors="replace")
+    for text in texts:
         assert theirs.encode(text).ids == enc.encode(text, allowed_special="all")
-        assert enc.decode(enc.encode_ordinary(text)) == text
 
 
 def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
@@ -464,7 +456,8 @@ def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
     for plane in range(0, 0x110000, 0x1000):
         characters = [chr(i) for i in range(plane, plane + 0x1000) if not 0xD800 <= i < 0xE000]
         text = "".join(f"a{c}1{c}!{c}\t{c}\n" for c in characters)
-        assert theirs.encode(text).ids == enc.encode_ordinary(text), hex(plane)
+        ids = enc.encode_ordinary(text)
+        assert theirs.encode(text).ids == ids and enc.decode(ids) == text, hex(plane)
 
 
 def test_the_sample_comes_from_all_files(tmp_path):
@@ -506,18 +499,10 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     assert tokens.tolist() == 2 * [enc.eot_token, *enc.encode_ordinary(text)]
 
 
-DIE_SENDING = """
-import multiprocessing.connection as c, os
-c.Connection._send = lambda self, data: os._exit(os.write(self.fileno(), bytes(data)[:5]))
-"""
-FAILURES = [  # the last batch, which may kill its worker while that sends; what the line says
+@pytest.mark.parametrize("failure, message", [  # the last batch, and what the line says
     (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401: .*TypeError: exp"),
     (partial(os._exit, 9), "fewer --workers"),
-    (partial(exec, DIE_SENDING, {}), "fewer --workers"),
-]
-
-
-@pytest.mark.parametrize("failure, message", FAILURES)
+])  # fmt: skip
 def test_two_processes_keep_the_order_until_one_fails(failure, message):
     """While one of them works for long, the other one reads about eight batches ahead, and waits."""
     texts = [f"{k}" for k in range(40)]
@@ -661,7 +646,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
     ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
-    ("a.json.gz", gzip.compress(ARRAY.replace(b'"b"', b"null")), "", ["a"]),
     ("a.json", ARRAY.replace(b"{", b"[{", 1), "", "JSONDecodeError"),
     ("a.json", ARRAY[:1] + b"5, " + ARRAY[1:], "", "line 1: expected lines like"),
     ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "0xff in position"),
@@ -680,7 +664,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.csv", b'id,text\n1,5" wide\n2,"B ""c"""\n', "", ['5" wide', 'B "c"']),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
     ("f/d.arrow", b"\0", "--files f", "to_parquet"),
-    ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import DATA, SMALL, main, make_llama, make_process, needs_data
+from conftest import DATA, SMALL, make_llama, make_process, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -341,17 +341,6 @@ def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp
     expected = theirs.generate(tokens, max_new_tokens=20, do_sample=False)
     found = generate(model, tokens, flags(max_new_tokens=20, temperature=0, seq_len=64))
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
-
-
-def test_a_new_model_has_the_positions_that_it_trains(shards):
-    """Others would never learn, and the exported model would use them. A loaded one keeps its own."""
-    assert main("--max_steps 1 --log_dir new --seq_len 8") == 0
-    assert main("--max_steps 1 --log_dir tuned --init_from new --seq_len 4") == 0
-    for log_dir in ("new", "tuned"):
-        assert main(f"--init_from {log_dir} --export_hf hf") == 0
-        theirs = transformers.AutoModelForCausalLM.from_pretrained("hf")
-        assert transformers.AutoTokenizer.from_pretrained("hf").model_max_length == 8
-        assert theirs.config.n_positions == len(theirs.transformer.wpe.weight) == 8
 
 
 @pytest.mark.slow

@@ -35,13 +35,6 @@ def llm_c(*header: int, tokens=999) -> bytes:
     return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
 
 
-class Attack:
-    """An object whose pickle makes a folder."""
-
-    def __reduce__(self):
-        return os.mkdir, ("made",)
-
-
 MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
 MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}, "script": ""}
 MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
@@ -79,7 +72,7 @@ REFUSED = {
     "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
     "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
-    "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Attack()})}, "x.pt cannot be loaded"),
+    "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "File exists: 'data/meta.json'"),
     "an export onto a file": (f"--init_from x.pt --export_hf {META}", {"x.pt": saved(MODEL)}, "--export_hf: expected a folder, found a file"),
     "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "Not a directory: 'data/meta.json/x'"),
