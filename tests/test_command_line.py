@@ -283,8 +283,8 @@ def test_importing_the_scripts_does_nothing(tmp_path):
 def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards):
     """Copied beside shards, also where a console cannot print all characters, as on Windows."""
     shutil.copy(ROOT / "train_gpt2.py", tmp_path)
-    flags = "--device cpu --model tiny --seq_len 64 --val_tokens 128"
-    flags += " --num_samples 1 --prompt Hello\u6f22 --total_batch_size 128 --max_new_tokens 4"
+    flags = "--device cpu --model tiny --seq_len 64 --val_tokens 128 --total_batch_size 128"
+    flags += " --prompt Hello\u6f22 --max_new_tokens 4"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["PYTHONIOENCODING"] = "cp1252"
     for more in ("--max_steps 2", "--max_steps 4 --resume"):

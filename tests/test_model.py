@@ -119,7 +119,8 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert (variant["gate"] == 1).all() and variant["other_head.weight"].std() < 0.03
     deeper = GPT(replace(SMALL, n_layer=3)).state_dict()
     assert [n for n in ours if not torch.equal(ours[n], deeper[n]) and "c_proj" not in n] == []
-    matrices = [m[n] for m in (ours, GPT(SMALL, seed=7).state_dict()) for n in m if "c_fc.w" in n]
+    other_seed = GPT(SMALL, seed=7).state_dict()
+    matrices = [m[n] for m in (ours, other_seed) for n in m if "c_fc.w" in n]
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 

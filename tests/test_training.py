@@ -186,30 +186,17 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert "val" not in log and os.listdir("never") == ["log.txt"]
     out = capsys.readouterr().out
     assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
-    main("--max_steps 3 --save_every 1 --keep 0 --val_every 0 --log_dir all")
-    assert steps("all") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
-def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
-    written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
+def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
+    """A sample ends with its document. Half a character prints as U+FFFD."""
+    written = torch.tensor([[*"é".encode()[:1], 256, *b"Once"]] * 2)
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
-    args = Namespace(prompt=prompt, num_samples=1, sample=False)
-    train_gpt2.print_samples(GPT(SMALL), args, make_process())
-    assert generate.call_args.args[1].tolist() == [tokens]
-    assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
-
-
-def test_prompts_are_read_line_by_line(monkeypatch, capsys):
-    """Each is answered before the next one is read. Half a character prints as U+FFFD."""
-    written = torch.tensor([[*"é".encode()[:1]]] * 2)
-    generate = lambda model, tokens, args: torch.cat((tokens, written), dim=1)  # noqa: E731
-    monkeypatch.setattr(train_gpt2, "generate", generate)
-    answers = []
+    prompts, answers = [" one\r\n", "\n", "a<|endoftext|>b"], []
 
     def lines():
-        for line in (" one\r\n", "\n", "two"):
+        for line in prompts:
             yield line
             answers.append(capsys.readouterr().out)
 
@@ -217,7 +204,10 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     args = Namespace(prompt="-", num_samples=2, sample=True)
     train_gpt2.print_samples(GPT(SMALL), args, make_process())
     answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
-    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in (" one", "", "two")]
+    texts = [prompt.strip("\r\n") + "\ufffd" for prompt in prompts]
+    assert answers == [f"sample 0: {text}\nsample 1: {text}\n" for text in texts]
+    tokens = [call.args[1][0].tolist() for call in generate.call_args_list]
+    assert tokens == [[*b" one"], [256], [97, 256, 98]]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
