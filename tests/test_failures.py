@@ -49,7 +49,6 @@ def old(shards):
 
 
 def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeypatch):
-    """By an evaluation or a fine-tuning, where torchrun may restart, and where one process fails."""
     assert main("--init_from log --max_steps 0") == 0
     assert main("--overwrite --max_steps 1 --log_dir new --init_from log") == 0
     with monkeypatch.context() as torchrun:
@@ -97,7 +96,6 @@ NO_MEMORY = "if rank == 1 and self.training: raise torch.OutOfMemoryError('CUDA 
     (hook(NO_MEMORY), 2, "CUDA out of memory"),
 ])  # fmt: skip
 def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
-    """In one line, or with a traceback. Nothing unfinished is left, and --resume goes on."""
     flags = "--resume --max_steps 4 --save_every 4 --batch_size 8"
     status, _, err = run(flags, processes=processes, patch=patch)
     assert status == processes % 2 + 1 and error in err and ("Traceback" in err) == (status == 1)

@@ -141,7 +141,6 @@ def assert_whole(out: Path) -> None:
 
 
 def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
-    """The same command continues, also after a malformed row is mended, and with more workers."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
     (tmp_path / "a.txt").write_bytes(b"<|endoftext|>\r\n".join(story))
@@ -341,7 +340,6 @@ def test_small_corpus_golden(tmp_path, monkeypatch, disk_calls):
 @settings(exact, max_examples=25)
 @given(data=st.data())
 def test_validation_first_and_then_training(data, tmp_path_factory):
-    """Of documents that are empty, fill a shard exactly or span three, none at an edge is lost."""
     size = data.draw(st.integers(1, 40), "shard_size")
     lengths = st.one_of(st.integers(0, 5 * size), st.sampled_from([0, size - 1, 3 * size]))
     texts = data.draw(st.lists(lengths.map(lambda n: ("xyz" * n)[:n]), min_size=2, max_size=6))
@@ -805,7 +803,6 @@ NO_TRAIN.config.data_files = {"test": [], "dev": []}
     ("multiprocessing.context.SpawnContext.Pipe", OSError(24, "Too many"), "--workers 99", "--workers 99: use fewer, or .*ulimit -n"),
 ])  # fmt: skip
 def test_what_fails_in_a_library_is_named(name, effect, options, message, tmp_path, monkeypatch):
-    """With what to do, as for a Mac, which lets a program open 256 files."""
     monkeypatch.setattr(name, Mock(side_effect=effect))
     fineweb.get_tokenizer.cache_clear()
     files = None if "--dataset" in options else write_jsonl(tmp_path / "a.jsonl", ["A"])

@@ -85,7 +85,6 @@ def test_an_ending_has_characters_and_a_score_its_standard_error():
 
 
 def test_choices_are_those_of_one_row_at_a_time(tmp_path):
-    """The counts are right where every label is what one of the measures must choose."""
     examples, found = make_examples(60), []
     for convention, block_size in product(CONVENTIONS, (1024, 60, 9)):
         choices = [choose_plainly(example, convention, block_size) for example in examples]

@@ -125,7 +125,6 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
 
 
 def test_a_new_state_follows_its_flags(monkeypatch):
-    """A fork's constructor may draw by the seed. zero_init changes projections alone."""
     init = nn.LayerNorm.reset_parameters
     draw = lambda self: (init(self), nn.init.normal_(self.bias))  # noqa: E731
     monkeypatch.setattr(nn.LayerNorm, "reset_parameters", draw)

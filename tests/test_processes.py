@@ -176,7 +176,6 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
 def test_processes_that_differ_stop(shards, difference):
-    """In one line, before anything is changed. (--resume itself ignores another validation set.)"""
     conftest.write_shards(Path("other"), val=998)
     assert main("--max_steps 2") == 0
     before = contents("log")
@@ -201,7 +200,6 @@ os.replace, os._exit = rename_late, check
 
 
 def test_no_process_ends_before_the_last_checkpoint_is_whole(shards):
-    """torchrun ends the one that writes soon after another."""
     status, out, err = run("--max_steps 1 --val_every 0", processes=2, patch=SLOW_SAVE)
     assert status == 0, err
     assert out.count("ended by train_gpt2") == 2, "Python's cleanup could wait for the others"

@@ -26,7 +26,6 @@ def saved(value) -> bytes:
 
 
 def snapshot() -> dict[Path, bytes]:
-    """Return all files and folders here, and what is in the files."""
     return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
 
 

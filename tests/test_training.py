@@ -56,7 +56,6 @@ def test_the_quickstarts_recipe_learns_as_well_as_it_did(tmp_path):
 
 
 def test_evaluations_and_samples_change_nothing_of_the_training(shards, monkeypatch):
-    """Every loss, norm and weight has the same bits. HellaSwag is cropped to seq_len."""
     lengths, modes, forward = iter(range(3, 8)), set(), GPT.forward
 
     def spy(self, *args):
@@ -259,7 +258,6 @@ def test_a_schedule_warms_up_and_decays(name):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_one_optimizer(optimizer):
-    """Matrices and embeddings alone decay. Muon gets the matrices of blocks, also those of a fork."""
     model = GPT(SMALL)
     model.transformer.h.append(train_gpt2.Block(SMALL))
     model.transformer.h[-1].mlp.c_fc = torch.nn.Linear(32, 96)
