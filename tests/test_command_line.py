@@ -238,7 +238,6 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
 
 
 def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):
-
     @dataclass
     class Config(GPTConfig):
         width: int = 4

@@ -5,10 +5,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
-from conftest import contents, hook, load, main, read_log, run, state, steps
+from conftest import contents, hook, main, read_log, run, state, steps
 
-import fineweb
 import train_gpt2
 
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
@@ -35,9 +33,6 @@ def test_twenty_skipped_updates_in_a_row_end_the_run(shards, break_losses, refus
     flags = "--max_steps 99 --save_every 15 --val_every 0 --keep 0"
     assert refused("20 updates in a row were not finite: try a lower --max_lr", flags)
     assert list(read_log()["train"]) == list(range(41 + 20))
-    saved = load("log", 15)
-    new = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
-    torch.testing.assert_close(saved["model"], new.state_dict(), atol=0, rtol=0)
     assert state("log", 45) == state("log", 60) != state("log", 30)
 
 
@@ -64,23 +59,14 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert list(read_log()["train"]) == [0]
 
 
-def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsys):
-    monkeypatch.setattr(fineweb, "main", lambda argv: None)
-    small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
-    monkeypatch.setattr(train_gpt2, "QUICKSTART", train_gpt2.QUICKSTART | small)
-    for more, expected in (("", 2), ("--resume --max_steps 3", 3), ("--overwrite", 2)):
-        with pytest.raises(SystemExit, match=r"^0$"):
-            train_gpt2.main(["--quickstart", *more.split()])
-        assert len(read_log("log/quickstart")["train"]) == expected
-    assert refused("log/quickstart holds a run", "--quickstart")
-    monkeypatch.setattr(fineweb, "main", lambda argv: 1 / 0)  # a sample needs no data
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match=r"^0$"):
-        train_gpt2.main(["--quickstart", "--sample"])
-    assert capsys.readouterr().out.startswith("sample 0: Return")
+def test_a_sample_of_the_quickstart_needs_no_data(shards, monkeypatch, refused, capsys):
+    assert main("--log_dir log/quickstart --max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)  # mine.py alone in a folder
     message = "--quickstart needs fineweb.py beside this script"
-    assert refused(message, "--quickstart --log_dir new", "--data_dir", shards)
+    assert refused(message, "--quickstart --log_dir new")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        train_gpt2.main(["--quickstart", "--sample"])
+    assert "sample 0: Hello" in capsys.readouterr().out
 
 
 FULL_DISK = """

@@ -744,12 +744,12 @@ def test_defaults_follow_the_source_and_the_machine(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     for argv, *expected in (
-        ("", 1.0, 10**8, 6), ("--files x --out y", 0.1, 10**8, 4), ("--dataset pydocs", 0.1, 10**8, 1),
-        ("--max_tokens 150000000", 1.0, 15 * 10**6, 6),
-        ("--max_tokens 9000000000", 1.0, 10**8, 6),
+        ("", 1.0, 10**8, 6, "gpt2"), ("--max_tokens 150000000", 1.0, 15 * 10**6, 6, "gpt2"),
+        ("--files x --out y", 0.1, 10**8, 4, "gpt2"), ("--dataset pydocs", 0.1, 10**8, 1, "2048"),
+        ("--max_tokens 9000000000", 1.0, 10**8, 6, "gpt2"),
     ):  # fmt: skip
         args = fineweb.parse_args(argv.split())
-        assert [args.val_share, args.val_tokens, args.workers] == expected
+        assert [args.val_share, args.val_tokens, args.workers, args.tokenizer] == expected
     monkeypatch.delattr(os, "sched_getaffinity")
     assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
 

@@ -100,7 +100,6 @@ def test_initial_weights_have_gpt_2s_deviations():
 
 
 def test_variants_with_one_seed_share_the_weights_that_both_have():
-
     class Swapped(GPT):
         def __init__(self, config, **options):
             super().__init__(config, seed=None, **options)
@@ -119,8 +118,7 @@ def test_variants_with_one_seed_share_the_weights_that_both_have():
     assert (variant["gate"] == 1).all() and variant["other_head.weight"].std() < 0.03
     deeper = GPT(replace(SMALL, n_layer=3)).state_dict()
     assert [n for n in ours if not torch.equal(ours[n], deeper[n]) and "c_proj" not in n] == []
-    other_seed = GPT(SMALL, seed=7).state_dict()
-    matrices = [m[n] for m in (ours, other_seed) for n in m if "c_fc.w" in n]
+    matrices = [m[n] for m in (ours, GPT(SMALL, seed=7).state_dict()) for n in m if "c_fc.w" in n]
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 

@@ -103,7 +103,6 @@ TAKEN = {
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --seed 1"),
     "a blank in a name": ("--log_dir 'my run'", {}, "--sample --init_from 'my run' --seed 1"),
     "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
-    "no checkpoint to resume": ("--resume", {}, "log has no checkpoint: a new run begins"),
     "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
     "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
