@@ -1,6 +1,5 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
-import io
 import json
 import os
 import re
@@ -251,20 +250,6 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert main("--log_dir new --max_steps 1 --width 6") == 0
     assert load("new", 1)["config"]["width"] == 6
     assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
-
-
-def test_what_is_printed_appears_at_once(shards, monkeypatch):
-    """Also in a file or a pipe, where Python keeps lines back until there are 8 KB of them."""
-    pipe, seen, get_lr = io.BytesIO(), [], train_gpt2.get_lr
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(pipe)))
-
-    def look(*args):
-        seen.append(pipe.getvalue().decode())
-        return get_lr(*args)
-
-    monkeypatch.setattr(train_gpt2, "get_lr", look)
-    assert main("--max_steps 2 --val_every 0") == 0
-    assert "2 steps of 256 tokens" in seen[0] and "step     0/2 | loss" in seen[1]
 
 
 @pytest.mark.slow

@@ -371,15 +371,11 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
 
 
 @needs_data
-def test_the_tokenizers():
+def test_a_million_blanks_are_cut_somewhere():
     enc = fineweb.get_tokenizer("gpt2")
-    assert enc is fineweb.get_tokenizer("gpt2") and (enc.n_vocab, enc.eot_token) == (50257, 50256)
     tokens, _ = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
     blanks = enc.encode(" ") * (10**6 - 1)
     assert tokens.tolist() == [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
-    enc = fineweb.get_tokenizer("bytes")
-    text = "".join(map(chr, range(0xD7FF))) + " 😀\n" * 70
-    assert enc.encode_ordinary(text) == list(text.encode())
 
 
 LANGUAGES = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12"
@@ -435,7 +431,6 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     build(small, tmp_path / "small", "--tokenizer", 65536, "--val_share", 0)
     out = capsys.readouterr().out
     assert "it has only 259, because" in out, "ab, abab"
-    assert "\n205 tokens to train and 0 to validate\n" in out and "too little to learn from" in out
     assert "\na token has 1.96 bytes\n" in out, "402 bytes, and 100 tokens between documents"
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
 

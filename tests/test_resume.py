@@ -105,7 +105,6 @@ def test_weights_may_be_frozen_later_or_no_longer(shards, monkeypatch, optimizer
 
 
 def test_a_checkpoint_says_what_it_is(shards, monkeypatch):
-    """It is loaded without executing code, and its names are those of the model's parameters."""
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # which copies from a GPU
     assert main("--max_steps 2") == 0
     saved = load("log", 2)
@@ -114,8 +113,6 @@ def test_a_checkpoint_says_what_it_is(shards, monkeypatch):
     assert saved["args"]["dtype"] == "auto", "another machine chooses its own"
     lengths = {1: 700, 2: 1201, 3: 333}
     assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
-    assert saved["model"].keys() == model.state_dict().keys()
     assert saved["script"] == Path(train_gpt2.__file__).read_text()
 
 
@@ -127,7 +124,8 @@ def test_a_run_is_known_before_its_first_step(shards, optimizer):
     shards.rename("data")
     assert main(flags, "a") == 0
     patch = hook("if self.training: os.kill(os.getpid(), signal.SIGKILL)")
-    assert run(flags, "b", patch=patch)[0] == -signal.SIGKILL
+    status, out, _ = run(flags, "b", patch=patch)
+    assert status == -signal.SIGKILL and "4 steps of 256 tokens" in out, "what is printed is there"
     assert list(read_log("b")) == ["total_batch_size", "vocab_size", "val", "bpb"]
     with pytest.raises(SystemExit, match="0"):
         train_gpt2.main(["--resume", "--log_dir", "b"])
