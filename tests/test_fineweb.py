@@ -788,13 +788,9 @@ def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys,
             assert args.out == f"{out}_4096"
 
 
-NO_TRAIN = Mock()
-NO_TRAIN.config.data_files = {"test": [], "dev": []}
-
-
 @pytest.mark.parametrize("name, effect, options, message", [
     ("tiktoken.get_encoding", OSError("no network"), "--tokenizer gpt2", r"gpt2.*CLUSTERS\.md.*no network"),
-    ("datasets.load_dataset_builder", [NO_TRAIN], "--dataset a/b", r"a/b has no split train, but \['dev', 'test'\]"),
+    ("datasets.load_dataset_builder", [Mock(**{"config.data_files": {"test": [], "dev": []}})], "--dataset a/b", r"a/b has no split train, but \['dev', 'test'\]"),
     ("multiprocessing.context.SpawnContext.Pipe", OSError(24, "Too many"), "--workers 99", "--workers 99: use fewer, or .*ulimit -n"),
 ])  # fmt: skip
 def test_what_fails_in_a_library_is_named(name, effect, options, message, tmp_path, monkeypatch):

@@ -225,10 +225,9 @@ def emulated(monkeypatch):
         return Namespace(**runpy.run_path(train_gpt2.__file__))
 
 
-KERNELS = [None, "emulated", pytest.param("triton", marks=[pytest.mark.cuda, KERNEL])]
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "kernel", [None, "emulated", pytest.param("triton", marks=[pytest.mark.cuda, KERNEL])]
+)
 @pytest.mark.parametrize("scale", [1e-3, 1, 1e4])  # of the logits
 @pytest.mark.parametrize("size", LOSS_SIZES)
 def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypatch, request):
