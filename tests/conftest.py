@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 # Before torch is imported: tiny tensors gain nothing from a second thread, and where cores are few
 # the threads of several processes wait for each other, which made some tests 50 times slower
@@ -79,14 +80,6 @@ def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
     return train_gpt2.Process(**(cpu | changes))
 
 
-def make_llama(vocab_size: int):
-    """Return a model of transformers that is no GPT-2."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, num_attention_heads=1, **size))
-
-
 @pytest.fixture
 def break_losses(monkeypatch):
     """Return a function that lets change(n, losses) replace the losses of training batch n."""
@@ -101,17 +94,12 @@ def break_losses(monkeypatch):
 
 
 @pytest.fixture
-def disk_calls(monkeypatch) -> list[str]:
-    """Return a list to which each fsync and each replace is appended."""
-    calls = []
-
-    def spy(call, *args):
-        calls.append(call.__name__)
-        call(*args)
-
-    for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, functools.partial(spy, getattr(os, name)))
-    return calls
+def disk(monkeypatch) -> Mock:
+    """Return an object whose mock_calls are all calls of fsync and replace."""
+    disk = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    monkeypatch.setattr(os, "replace", disk.replace)
+    return disk
 
 
 def hook(code: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 import tiktoken
 import torch
 import torch.distributed as dist
-from conftest import DATA, ROOT, make_llama, needs_data
+from conftest import DATA, ROOT, needs_data
 from torch.nn import functional as F
 
 import hellaswag
@@ -179,7 +179,7 @@ def test_a_file_that_is_not_hellaswag_is_one_line(text, tmp_path):
 @pytest.fixture
 def folders(tmp_path, monkeypatch) -> list[str]:
     """Make models of many kinds with a context of 24 tokens, and return flags that score one."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "val.jsonl", make_examples(9))
@@ -191,7 +191,8 @@ def folders(tmp_path, monkeypatch) -> list[str]:
     model.transformer.wte.weight.data[50257:] = 100 * model.transformer.wte.weight.data[:47]
     model.save_pretrained("padded")
     model.bfloat16().save_pretrained("half")
-    make_llama(50257).save_pretrained("llama")
+    config = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=50257, **config)).save_pretrained("llama")
     shutil.copytree("50257", "bytes")
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer="bytes"), "bytes")
     return ["-d", "cpu", "-m", "50257", "--data", "val.jsonl", "-n", "7"]

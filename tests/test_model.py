@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import DATA, SMALL, make_llama, make_process, needs_data
+from conftest import DATA, SMALL, make_process, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -373,7 +373,9 @@ def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     if change:
         foreign().save_pretrained(tmp_path)
     else:
-        make_llama(257).save_pretrained(tmp_path)
+        size = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 257}
+        config = transformers.LlamaConfig(num_attention_heads=1, **size)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=re.escape(message)):
