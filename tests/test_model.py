@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import DATA, SMALL, make_process, needs_data
+from conftest import ROOT, SMALL, make_process, needs_data
 from torch import nn
 from torch.nn import functional as F
 
@@ -322,7 +322,9 @@ def test_weights_cross_over_and_back_bit_for_bit(tmp_path, dtype):
 OWN = "own d7a9 d6b8 d7a9d6b8 c3b6 206c"  # in hex: the letter shin, a vowel, both; ö, " l"
 
 
-@pytest.mark.parametrize("name, vocab_size", [("bytes", 257), (OWN, 262)])
+@pytest.mark.parametrize("name, vocab_size", [
+    ("bytes", 257), (OWN, 262), pytest.param("gpt2", 50257, marks=[needs_data, pytest.mark.slow]),
+])  # fmt: skip
 def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp_path):
     model = randomize(GPT(replace(SMALL, block_size=64, tokenizer=name, vocab_size=vocab_size)))
     export_hf(model, str(tmp_path / "folder"))
@@ -330,26 +332,17 @@ def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     text = "שָׁלוֹם, héllo <|endoftext|>wörld , do n't . "
     tokens = tokenizer(text, return_tensors="pt").input_ids
-    expected = train_gpt2.get_tokenizer(name).encode(text, allowed_special="all")
+    ours = train_gpt2.get_tokenizer(name)
+    expected = ours.encode(text, allowed_special="all")
     assert tokens[0].tolist() == expected
+    page = (ROOT / "README.md").read_text("utf-8") + " don't  \n\n\t漢字 🎉 1234567 aaaaaaaaa"
+    assert tokenizer(page).input_ids == ours.encode(page, allowed_special="all")
     assert expected == fineweb.get_tokenizer(name).encode(text, allowed_special="all")
     assert tokenizer.decode(tokens[0]) == text and tokenizer.eos_token_id == vocab_size - 1
     assert tokenizer.model_max_length == theirs.config.n_positions == 64
     expected = theirs.generate(tokens, max_new_tokens=20, do_sample=False)
     found = generate(model, tokens, flags(max_new_tokens=20, temperature=0, seq_len=64))
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
-
-
-@pytest.mark.slow
-@needs_data
-def test_the_exported_tokenizer_is_gpt_2s(tmp_path):
-    train_gpt2.export_tokenizer(train_gpt2.GPTConfig(), str(tmp_path))
-    ours = train_gpt2.get_tokenizer("gpt2")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    play = (DATA / "tinyshakespeare.txt").read_text()[:50_000]
-    for text in (play, " don't  \n\n\tünïcödé 漢字 🎉 1234567 aaaaaaaaaaaaa", "a<|endoftext|>b"):
-        assert theirs(text)["input_ids"] == ours.encode(text, allowed_special="all")
-    assert len(theirs) == 50257 and theirs.eos_token_id == 50256
 
 
 def test_a_model_with_another_loss_alone_is_not_exported(tmp_path):
