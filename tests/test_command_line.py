@@ -28,7 +28,6 @@ def defaults(**given) -> Namespace:
 
 
 def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys, monkeypatch):
-    """Numbers too, unless the default depends on other flags. `python -OO` drops the examples."""
     assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert 0 < text.index("python train_gpt2.py --quickstart") < text.index("--model") < 1000
@@ -36,7 +35,7 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
         assert f"--{flag}" in text and " ".join(help.split()) in text, flag
         assert default is None or f"(default: {default})" in text, flag
         assert kind is not bool or f"--no-{flag}" in text, flag
-    monkeypatch.setattr(train_gpt2, "__doc__", None)
+    monkeypatch.setattr(train_gpt2, "__doc__", None)  # as by python -OO
     assert main("--help") == 0
 
 
@@ -74,8 +73,7 @@ ALL = DEFAULTS.keys() - COMMANDS
     ("--init_from=old --max_steps=9", {"model", "seq_len"}, {"model"}),
 ])  # fmt: skip
 def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
-    """They count where its run goes on or is judged. Those of the command line count more, but
-    another model is refused, and another optimizer to resume. What that changes is printed."""
+    """Those of the command line count more, but another model or optimizer is refused."""
     monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
     saved = {flag: unusual(row, 1) for flag, row in FLAGS.items()}
     source = {"args": saved | {"gone": 1}, "step": 3, "dtype": "float32"}
@@ -200,8 +198,7 @@ OWN = {"tokenizer": "bpe-259-abcdef 7468 746865", "vocab_size": 259, "eot": 258}
 
 @pytest.mark.parametrize("meta", [{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}, OWN])
 def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, meta):
-    """From a log_dir, a checkpoint, or a folder. Shards of bytes, or of tokens of one's own, need no
-    other script: what is a token lies in the checkpoint, and in the folder."""
+    """No other script is needed: what is a token lies in the checkpoint, and in the folder."""
     (shards / "meta.json").write_text(json.dumps(meta))
     for name in ("fineweb", "hellaswag"):
         monkeypatch.setitem(sys.modules, name, None)  # cannot be imported

@@ -9,6 +9,7 @@ from conftest import contents, hook, main, read_log, run, state, steps
 
 import train_gpt2
 
+
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing, or its gradients alone overflow, as in float16
 @pytest.mark.parametrize(

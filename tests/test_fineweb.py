@@ -639,7 +639,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
     ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
-    ("a.json", ARRAY.replace(b"{", b"[{", 1), "", "JSONDecodeError"),
     ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "0xff in position"),
     ("a.png", b"\x89PNG", "", "it is not text in UTF-8 (to convert it: iconv"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
