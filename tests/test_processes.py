@@ -117,7 +117,6 @@ train_gpt2.update_weights = check
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_process_holds_a_part_of_the_optimizers_state(shards, optimizer):
-    """Of one parameter in one process. Where state was loaded, too."""
     flags = f"--optimizer {optimizer} --val_every 0 --resume --max_steps"
     assert main(flags, 1) == 0
     model = GPT(SMALL, seed=None)
