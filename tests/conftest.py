@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 # Before torch is imported: tiny tensors gain nothing from a second thread, and where cores are few
 # the threads of several processes wait for each other, which made some tests 50 times slower
@@ -90,6 +91,15 @@ def break_losses(monkeypatch):
 
     monkeypatch.setattr(train_gpt2.GPT, "forward", broken)
     return changes.append
+
+
+@pytest.fixture
+def disk(monkeypatch) -> Mock:
+    """Return an object whose mock_calls are all calls of fsync and replace."""
+    disk = Mock(fsync=Mock(wraps=os.fsync), replace=Mock(wraps=os.replace))
+    monkeypatch.setattr(os, "fsync", disk.fsync)
+    monkeypatch.setattr(os, "replace", disk.replace)
+    return disk
 
 
 def hook(code: str) -> str:
@@ -179,7 +189,6 @@ def steps(log_dir="log") -> list[int]:
 
 
 def load(log_dir, step: int) -> dict:
-    """Return a checkpoint."""
     return torch.load(Path(log_dir, f"model_{step:05d}.pt"), weights_only=True)
 
 
@@ -190,7 +199,6 @@ def state(log_dir, step: int) -> dict:
 
 
 def contents(folder) -> dict[str, bytes]:
-    """Return what is in the files of a folder."""
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 

@@ -55,7 +55,6 @@ def serve(folder, T, steps, sequences=8, B=1, world=1, first=0, **options) -> np
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_step_sees_the_same_windows_for_every_b_and_number_of_processes(shuffle, tmp_path):
-    """Over many epochs, also where batches end in the middle of shards or of the step."""
     folder = make_shards(tmp_path, [50, 37, 8, 9, 120])
     expected = serve(folder, 8, steps=12, B=8, shuffle=shuffle)
     for world in (1, 2, 3, 5, 7, 9):
@@ -67,7 +66,6 @@ def test_a_step_sees_the_same_windows_for_every_b_and_number_of_processes(shuffl
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=5), st.integers(1, 9), st.integers(0, 99))
 def test_an_epoch_shows_every_window_once(sizes, T, seed):
-    """One begins every T tokens, if T + 1 are left. Without shuffle, they come in the files' order."""
     windows = []
     for size, end in zip(sizes, np.cumsum(sizes), strict=True):
         windows += range(end - size, end - T, T)
@@ -108,13 +106,16 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
     torch.testing.assert_close([*npy.batches(range(124))], [*bin.batches(range(124))])  # integers
 
 
-def test_a_shard_that_is_cut_short_later_is_named(tmp_path):
-    """A window with fewer tokens would end in a traceback that names nothing."""
-    [loader] = make_loaders(make_shards(tmp_path, [50]), 8, shuffle=False)
-    os.truncate(tmp_path / "x_train_0.npy", 150)
+def test_a_shard_that_is_cut_short_or_has_other_tokens_is_named_where_it_is_read(tmp_path):
+    folder = make_shards(tmp_path, [50, 30])
+    np.save(folder / "x_train_1.npy", np.full(30, 50257, np.uint16))
+    [loader] = make_loaders(folder, 8, shuffle=False)
+    os.truncate(folder / "x_train_0.npy", 150)
     assert len(next(loader.batches(range(1)))[0]) == 1
-    with pytest.raises(train_gpt2.UserError, match=r"x_train_0\.npy was cut short"):
-        next(loader.batches(range(1, 2)))
+    for window, name in ((1, "x_train_0"), (6, "x_train_1")):
+        message = rf"{name}\.npy was cut short, or has tokens beyond 50256"
+        with pytest.raises(train_gpt2.UserError, match=message):
+            next(loader.batches(range(window, window + 1)))
 
 
 def test_the_split_is_a_word_of_the_name(tmp_path):
@@ -129,7 +130,6 @@ def test_the_split_is_a_word_of_the_name(tmp_path):
 
 @pytest.mark.parametrize("B", [1, 3, 8])
 def test_validation_sees_the_same_tokens_for_every_b(shards, B):
-    """tokens // T windows, at least one and at most all; further rows of a batch do not count."""
     torch.manual_seed(0)
     model = GPT(SMALL).eval()
     model.transformer.wte.weight.data[:257] *= 20  # losses then differ from window to window

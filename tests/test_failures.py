@@ -4,22 +4,18 @@ import math
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-import torch
-from conftest import contents, hook, load, main, read_log, run, state, steps
+from conftest import contents, hook, main, read_log, run, state, steps
 
-import fineweb
 import train_gpt2
+
 
 # In update 2, the losses of process 1 are multiplied by nan, and with them its gradients, or inf is
 # added to them, of which its gradients know nothing, or its gradients alone overflow, as in float16
-CHANGES = ["* float('nan')", "+ float('inf')", "+ 1e38 * (losses - losses.detach())"]
-
-
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change", ["* float('nan')", "+ float('inf')", "+ 1e38 * (losses - losses.detach())"]
+)
 def test_all_processes_skip_an_update_in_which_one_fails(shards, change):
-    """Weights and optimizer state stay as they are, and the run goes on."""
     patch = hook(f"if rank == 1 and sum(calls) == 3 and calls[-1]: losses = losses {change}")
     flags = "--max_steps 5 --save_every 1 --keep 0 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=patch)
@@ -33,14 +29,10 @@ def test_all_processes_skip_an_update_in_which_one_fails(shards, change):
 
 
 def test_twenty_skipped_updates_in_a_row_end_the_run(shards, break_losses, refused):
-    """Nineteen do not, however often, and weights and optimizer state stay as they are."""
     break_losses(lambda n, losses: losses if n in (19, 20, 40) else losses * math.nan)
     flags = "--max_steps 99 --save_every 15 --val_every 0 --keep 0"
     assert refused("20 updates in a row were not finite: try a lower --max_lr", flags)
     assert list(read_log()["train"]) == list(range(41 + 20))
-    saved = load("log", 15)
-    new = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
-    torch.testing.assert_close(saved["model"], new.state_dict(), atol=0, rtol=0)
     assert state("log", 45) == state("log", 60) != state("log", 30)
 
 
@@ -52,7 +44,6 @@ def old(shards):
 
 
 def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeypatch):
-    """By an evaluation or a fine-tuning, where torchrun may restart, and where one process fails."""
     assert main("--init_from log --max_steps 0") == 0
     assert main("--overwrite --max_steps 1 --log_dir new --init_from log") == 0
     with monkeypatch.context() as torchrun:
@@ -68,24 +59,14 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert list(read_log()["train"]) == [0]
 
 
-def test_the_quickstart_is_a_run_like_others(shards, monkeypatch, refused, capsys):
-    """With --resume it goes on, and it needs --overwrite to start over."""
-    monkeypatch.setattr(fineweb, "main", lambda argv: None)
-    small = {"data_dir": str(shards), "model": "test", "seq_len": 16, "max_steps": 2}
-    monkeypatch.setattr(train_gpt2, "QUICKSTART", train_gpt2.QUICKSTART | small)
-    for more, expected in (("", 2), ("--resume --max_steps 3", 3), ("--overwrite", 2)):
-        with pytest.raises(SystemExit, match=r"^0$"):
-            train_gpt2.main(["--quickstart", *more.split()])
-        assert len(read_log("log/quickstart")["train"]) == expected
-    assert refused("log/quickstart holds a run", "--quickstart")
-    monkeypatch.setattr(fineweb, "main", lambda argv: 1 / 0)  # a sample needs no data
-    capsys.readouterr()
-    with pytest.raises(SystemExit, match=r"^0$"):
-        train_gpt2.main(["--quickstart", "--sample"])
-    assert capsys.readouterr().out.startswith("sample 0: Return")
+def test_a_sample_of_the_quickstart_needs_no_data(shards, monkeypatch, refused, capsys):
+    assert main("--log_dir log/quickstart --max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "find_spec", lambda name: None)  # mine.py alone in a folder
     message = "--quickstart needs fineweb.py beside this script"
-    assert refused(message, "--quickstart --log_dir new", "--data_dir", shards)
+    assert refused(message, "--quickstart --log_dir new")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        train_gpt2.main(["--quickstart", "--sample"])
+    assert "sample 0: Hello" in capsys.readouterr().out
 
 
 FULL_DISK = """
@@ -101,23 +82,11 @@ NO_MEMORY = "if rank == 1 and self.training: raise torch.OutOfMemoryError('CUDA 
     (hook(NO_MEMORY), 2, "CUDA out of memory"),
 ])  # fmt: skip
 def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
-    """In one line, or with a traceback. Nothing unfinished is left, and --resume goes on."""
     flags = "--resume --max_steps 4 --save_every 4 --batch_size 8"
     status, _, err = run(flags, processes=processes, patch=patch)
     assert status == processes % 2 + 1 and error in err and ("Traceback" in err) == (status == 1)
     assert contents("log") == old | {"log.txt": contents("log")["log.txt"]}
     assert main(flags) == 0 and steps() == [2, 4]
-
-
-@pytest.mark.parametrize("name, begun", [("train_000002", ["val", "bpb"]), ("val_000000", [])])
-def test_a_token_beyond_the_vocabulary_ends_the_run(shards, refused, name, begun):
-    """Where it is read. On a GPU it would be an assertion of the device that names nothing."""
-    tokens = np.load(shards / f"test_{name}.npy")
-    tokens[600] = 257
-    np.save(shards / f"test_{name}.npy", tokens)
-    message = f"{name}.npy was cut short, or has tokens beyond 256"
-    assert refused(message, "--max_steps 9 --no-shuffle")
-    assert [*read_log()][2:4] == begun
 
 
 # A log_dir that another program deletes in update 3, or that becomes a file, and a disk of 150 bytes
@@ -136,24 +105,15 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
     assert steps() == ([] if message else [4])
 
 
-@pytest.mark.parametrize("what", ["HellaSwag", "tokenizer", "transformers"])
-def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, what):
-    """A run with --overwrite on a machine without network leaves the old one as it is. The line is
-    not cut, as it says where to put the file."""
-    path = "/folder" * 40 if what == "HellaSwag" else ""
-    fail = Mock(side_effect=ConnectionError(f"{what} cannot be downloaded{path}"))
-    flags = "--overwrite --max_steps 4"
-    if what == "HellaSwag":
-        flags += " --hellaswag_every 4"
-        monkeypatch.setattr("hellaswag.fetch", fail)
-    elif what == "tokenizer":
-        flags += " --sample_every 4"
-        for name in ("tiktoken.Encoding", "tiktoken.get_encoding"):
-            monkeypatch.setattr(name, fail)
-    else:
-        flags += " --init_from gpt2"
-        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fail)
-    assert refused(f"{what} cannot be downloaded{path}", flags)
+@pytest.mark.parametrize("names, flags, text", [
+    ("hellaswag.fetch", "--hellaswag_every 4", "save it as " + "/folder" * 40),  # is not cut
+    ("tiktoken.Encoding tiktoken.get_encoding", "--sample_every 4", "no network"),
+    ("transformers.AutoModelForCausalLM.from_pretrained", "--init_from gpt2", "no network"),
+])  # fmt: skip
+def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, names, flags, text):
+    for name in names.split():
+        monkeypatch.setattr(name, Mock(side_effect=ConnectionError(text)))
+    assert refused(text, f"--overwrite --max_steps 4 {flags}")
     assert contents("log") == old
 
 
@@ -167,7 +127,6 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, wh
     ("--overwrite --log_dir log/sub --init_from log --max_steps 1", [1, 2]),
 ])  # fmt: skip
 def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
-    """A user's files stay beside them, whatever they are called."""
     for name in ("notes.txt", "model_1_copy.pt", "model_best.pt", "xmodel_00001.pt", "sub/x.pt"):
         Path("log", name).parent.mkdir(exist_ok=True)
         Path("log", name).write_text("mine")

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 from contextlib import redirect_stderr
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +31,6 @@ from conftest import ROOT, contents, needs_data
 from fsspec.spec import AbstractBufferedFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packaging.requirements import Requirement
 from pyarrow import parquet
 
 import fineweb
@@ -69,6 +67,14 @@ def build(files, out: Path, *options) -> Path:
     return out
 
 
+def command_line(files: Path, out: Path, capsys) -> str:
+    """Run fineweb.py's own command line, which says what to run next; return what it prints."""
+    argv = ["", "--files", files, "--out", out, "--tokenizer", "bytes", "--workers", 1]
+    with patch("sys.argv", [str(word) for word in argv]):
+        fineweb.main()
+    return capsys.readouterr().out
+
+
 def refuse(*args) -> str:
     """Build, which must end with status 2 and one line; return the line."""
     err = io.StringIO()
@@ -91,14 +97,12 @@ def read_meta(folder: Path) -> dict:
 
 
 def read_split(folder: Path, split: str) -> list[int]:
-    """Return the tokens of a split's shards, one after the other."""
     shards = [np.load(path) for path in sorted(folder.glob(f"{split}*.npy"))]
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 and len(shard) for shard in shards)
     return np.concatenate([np.empty(0, np.uint16), *shards]).tolist()
 
 
 def to_tokens(texts: list[str]) -> list[int]:
-    """Return what all shards together hold with the bytes tokenizer."""
     return [token for text in texts for token in (256, *text.encode())]
 
 
@@ -137,8 +141,6 @@ def assert_whole(out: Path) -> None:
 
 
 def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
-    """The same command continues, also after a malformed row is mended, and with more workers. There
-    are rows without a text, and marks in many places of a batch. What was not whole is deleted."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
     (tmp_path / "a.txt").write_bytes(b"<|endoftext|>\r\n".join(story))
@@ -164,7 +166,6 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
 def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
-    """Each start makes one chunk, from the batch in which it begins, before the disk is full."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     write = partial(write_parquet, rows=3) if suffix == "parquet" else write_jsonl
     for k in range(3):  # a .txt file has the lines of a .jsonl file as its text
@@ -194,11 +195,8 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("echo >> 0.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl"),
-    ("sed -i 's/the/longer/' 1.jsonl", "", "has changed where", "1.jsonl"),
     ("rm 1.jsonl 2.jsonl", "", "has changed where", "1.jsonl"),
     ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", *2 * ["train_000001.npy"]),
-    ("truncate -s 999 out/train_000001.npy", "", *2 * ["train_000001.npy"]),
-    ("rm out/train_000001.npy", "", *2 * ["train_000001.npy"]),
     ("rm out/meta.json", "", *2 * ["no meta.json"]),
     ("echo '{\"version\": 4}' > out/meta.json", "", *2 * ["has version"]),
     ("echo '{\"version' > out/meta.json", "", *2 * ["meta.json is damaged"]),
@@ -214,7 +212,6 @@ CHANGES = [  # a command between two starts, options of the second start, what i
 @pytest.mark.parametrize("is_finished", [False, True])
 @pytest.mark.parametrize("change", CHANGES, ids=" ".join)
 def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypatch):
-    """Else nothing in the folder changes. What was not read may change, and dates and places may."""
     monkeypatch.chdir(tmp_path)
     for k in range(3):
         write_jsonl(Path(f"{k}.jsonl"), random_texts(30, 300 + k, seed=k))
@@ -232,26 +229,22 @@ def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypa
         assert read_meta(Path("out"))["shards"] == read_meta(whole)["shards"]
 
 
-def publish(commit: str, folder: Path, monkeypatch) -> list[list[str]]:
-    """Make a commit of five files the newest one on the hub; return the texts of each file."""
-    documents = [[commit, *random_texts(40, 400, seed=k)] for k in range(5)]
-    paths = [write_parquet(folder / f"{k}@{commit}.parquet", documents[k]) for k in range(5)]
-    sample = Mock()
-    sample.config.data_files = {"train": [f"file://{path}" for path in paths]}
-    hub = {(fineweb.FINEWEB, "sample-10BT"): sample}  # by default, it would be all: 1.3T tokens
-    monkeypatch.setattr("datasets.load_dataset_builder", lambda *asked: hub[asked])
-    return documents
-
-
 def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch):
     """Where the hub cannot be reached, no run begins, and the line says what to do."""
-    whole, out = tmp_path / "whole", tmp_path / "out"
+
+    def publish(commit: str) -> None:
+        texts = [commit, *random_texts(200, 400)]
+        sample.config.data_files = {"train": [f"file://{write_parquet(tmp_path / commit, texts)}"]}
+
+    whole, out, sample = tmp_path / "whole", tmp_path / "out", Mock()
     advice = "/datasets/HuggingFaceFW/fineweb-edu/tree/main .*HF_ENDPOINT.*HF_TOKEN.*--files"
     assert re.search(advice, refuse(None, out)) and not out.exists()
-    publish("aaa", tmp_path, monkeypatch)
+    hub = {(fineweb.FINEWEB, "sample-10BT"): sample}  # by default, it would be all: 1.3T tokens
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *asked: hub[asked])
+    publish("a.parquet")
     build(None, whole, *OPTIONS)
     begin(1, None, out, *OPTIONS)
-    publish("bbb", tmp_path, monkeypatch)
+    publish("b.parquet")
     assert contents(build(None, out, *OPTIONS)) == contents(whole)
 
 
@@ -275,54 +268,42 @@ class Hub(BaseHTTPRequestHandler):
             content = b'{"id": "me/docs", "sha": "%s", "siblings": [], "tags": []}' % (b"a" * 40)
         status = 200 if content else 404
         self.send_response(429 if event == "busy" else status)  # 429: too many requests
-        headers = {"X-Repo-Commit": "a" * 40, "X-Error-Code": "EntryNotFound"}  # if it is an error
-        for header in (headers | {"Content-Length": str(len(content))}).items():
-            self.send_header(*header)
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("X-Error-Code", "EntryNotFound")  # if it is an error
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if event == "cut":
             content = content[:-1]  # and then the connection ends
-        elif event == "stop":
-            self.stop()
+        elif event == "kill":
+            self.process.kill()
         self.wfile.write(content * (self.command == "GET"))
 
     do_HEAD = do_GET
 
 
 @pytest.mark.slow
-def test_over_http_it_survives_lost_connections_and_continues_after_a_kill_and_ctrl_c(tmp_path):
+def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_path):
     """The shards are those of the same files on the disk. A worker requests a whole row group."""
-
-    def stop(_) -> None:
-        kill = os.killpg if status == -signal.SIGINT else os.kill  # all hear a Ctrl-C
-        kill(process.pid, -status)
-
     for k in range(3):
         write_parquet(tmp_path / f"{k}.parquet", random_texts(200, 500, seed=k), rows=20)
-    files = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.parquet"))}
-    hub = type("", (Hub,), {"files": files, "stop": stop})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
+    Hub.files = {path.name: path.read_bytes() for path in sorted(tmp_path.glob("*.parquet"))}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     env = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "no_proxy": "*"}
     env |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, ROOT / "fineweb.py", "--dataset", "me/docs", "--tokenizer", "bytes"]
     command += [*map(str, OPTIONS), "--workers", "2", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell's & lets SIGINT be ignored
-    pipes["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    errors = ""
-    ends = {-signal.SIGKILL: {7: "cut", 25: "stop"}, -signal.SIGINT: {9: "stop"}}
-    for status, events in (ends | {0: {4: "cut", 9: "busy"}}).items():
-        begin = next(hub.reads)  # a killed process's workers have read on for a while
-        hub.events = {begin + number: event for number, event in events.items()}
-        process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
-        lines, error = process.communicate(timeout=60)  # ends when all processes have ended
-        errors += error
-        assert process.returncode == (130 if status == -signal.SIGINT else status), errors
+    for status, events in ((-signal.SIGKILL, {7: "cut", 25: "kill"}), (0, {4: "cut", 9: "busy"})):
+        begin = next(Hub.reads)  # a killed process's workers have read on for a while
+        Hub.events = {begin + number: event for number, event in events.items()}
+        Hub.process = subprocess.Popen(command, env=env, **pipes)
+        lines, error = Hub.process.communicate(timeout=60)  # ends when all processes have ended
+        assert Hub.process.returncode == status, error
         assert_whole(tmp_path / "out")
     server.shutdown()
-    assert "the same command continues" in lines and "\nnext: python" in lines
-    assert lines.count("HF_TOKEN") == 1 and not error and "KeyboardInterrupt" not in errors
-    assert 50 < next(hub.reads) < 80
+    assert lines.count("HF_TOKEN") == 1 and "\nnext: python" in lines and not error
+    assert 40 < next(Hub.reads) < 80
     whole = contents(build(tmp_path / "*.parquet", tmp_path / "whole", *OPTIONS))
     assert contents(tmp_path / "out") == whole | {"meta.json": ANY}
 
@@ -342,23 +323,16 @@ def test_a_file_on_the_hub_is_read_line_by_line(monkeypatch):
         assert [text for _, batch in batches for text in batch()] == texts
 
 
-def test_small_corpus_golden(tmp_path, monkeypatch):
-    """The bytes that the first version wrote, and the keys that the trainer reads. Bytes reach the
-    disk before their name, or a power failure could leave the name without the content."""
-    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
-    for name, call in known.items():
-        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
-        monkeypatch.setattr(os, name, spy)
+def test_small_corpus_golden(tmp_path, monkeypatch, disk):
+    """Bytes reach the disk before their name, or a power failure could leave a name without content."""
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
-    assert calls == [*known.values()] * 4  # meta.json, val, train, meta.json
+    calls = [name for name, _, _ in disk.mock_calls]
+    assert calls == ["fsync", "replace"] * 4  # meta.json, val, train, meta.json
     assert_whole(out)
     meta = read_meta(out)
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
     assert hashes == {"train_000000.npy": "77f5cb94beabd2fd", "val_000000.npy": "5c16acecc14da7cb"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
-    [(size, sha256)] = meta["files"].values()  # of 64 KB
-    content = (tmp_path / "docs.jsonl").read_bytes()
-    assert (size, sha256) == (len(content), hashlib.sha256(content).hexdigest())
     monkeypatch.setattr(fineweb, "write_file", None)
     monkeypatch.setattr(fineweb, "read_batches", None)
     build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is encoded, nothing is written
@@ -367,7 +341,6 @@ def test_small_corpus_golden(tmp_path, monkeypatch):
 @settings(exact, max_examples=25)
 @given(data=st.data())
 def test_validation_first_and_then_training(data, tmp_path_factory):
-    """Of documents that are empty, fill a shard exactly or span three, none at an edge is lost."""
     size = data.draw(st.integers(1, 40), "shard_size")
     lengths = st.one_of(st.integers(0, 5 * size), st.sampled_from([0, size - 1, 3 * size]))
     texts = data.draw(st.lists(lengths.map(lambda n: ("xyz" * n)[:n]), min_size=2, max_size=6))
@@ -385,7 +358,6 @@ def test_validation_first_and_then_training(data, tmp_path_factory):
 
 
 def test_validation_is_dealt_by_documents(tmp_path, capsys):
-    """A document, or piece of a longer one, goes to val while that has not more than its share."""
     files = write_jsonl(tmp_path / "docs.jsonl", [*(x * 15 for x in "abcdefgh"), "i" * 39])
     out = build(files, tmp_path / "out", "--val_share", 0.25, "--val_tokens", 44)
     # All have 16 tokens. Val has 16 of 16, 32, 48, 64, which is its share: e; 32 of 128: i's first
@@ -394,37 +366,17 @@ def test_validation_is_dealt_by_documents(tmp_path, capsys):
     assert read_split(out, "train") == to_tokens([x * 15 for x in "bcdfgh"]) + [ord("i")] * 28
     assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
     assert "this is too little" in capsys.readouterr().out
-    for tokens, said in (
-        (2800, "too little"),
-        (4000, "little.*\nnext: "),
-        (120_000, "date\nnext: "),
-    ):
-        write_jsonl(tmp_path / "docs.jsonl", ["x" * tokens])
-        argv = ["", "--files", files, "--out", tmp_path / f"{tokens}", "--tokenizer", "bytes"]
-        with patch("sys.argv", [*map(str, argv), "--workers=1"]):
-            fineweb.main()
-        out = capsys.readouterr().out
+    for tokens, said in ((2800, "little"), (4000, "little.*\nnext: "), (120_000, "date\nnext: ")):
+        out = command_line(write_jsonl(files, ["x" * tokens]), tmp_path / f"{tokens}", capsys)
         assert re.search(said, out) and ("next: " in out) == ("next: " in said)
 
 
 @needs_data
-def test_the_tokenizers():
-    """There are two. A million blanks are cut somewhere."""
+def test_a_million_blanks_are_cut_somewhere():
     enc = fineweb.get_tokenizer("gpt2")
-    assert enc is fineweb.get_tokenizer("gpt2") and (enc.n_vocab, enc.eot_token) == (50257, 50256)
     tokens, _ = fineweb.encode("gpt2", "file", lambda: ["", "word" + " " * 10**6 + "word"])
     blanks = enc.encode(" ") * (10**6 - 1)
     assert tokens.tolist() == [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
-    enc = fineweb.get_tokenizer("bytes")
-    text = "".join(map(chr, range(0xD7FF))) + " 😀\n" * 70
-    assert enc.encode_ordinary(text) == list(text.encode())
-
-
-def test_a_tokenizer_that_cannot_be_downloaded_is_named(monkeypatch):
-    """With the page that says how to bring it to a machine without network."""
-    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=ConnectionError("no network")))
-    with pytest.raises(fineweb.UserError, match=r"gpt2.*CLUSTERS\.md.*no network"):
-        fineweb.get_tokenizer.__wrapped__("gpt2")
 
 
 LANGUAGES = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12"
@@ -441,7 +393,6 @@ def own(tmp_path_factory) -> tuple:
 
 
 def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
-    """It keeps marks in their words. Its tokens are those of the library that trains it."""
     files, texts, out = own
     meta = read_meta(out)
     enc = fineweb.get_tokenizer(meta["tokenizer"])
@@ -449,32 +400,20 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     assert fineweb.WORD == train_gpt2.WORD, "each script stands alone"
     assert name == f"bpe-330-{hashlib.sha256(rest.encode()).hexdigest()[:6]}"
     assert meta["vocab_size"] == enc.n_vocab == 330 and meta["eot"] == enc.eot_token == 329
-    assert enc.decode_tokens_bytes(range(256)) == [bytes([i]) for i in range(256)]
     assert len(enc.encode(" नमस्ते")) == len(enc.encode(" दुनिया")) == 1
-    documents = {tuple(enc.encode_ordinary(text)) for text in texts}
     build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0)
-    tokens = read_split(tmp_path / "all", "train")
+    documents = [[329, *enc.encode_ordinary(text)] for text in texts]
+    assert read_split(tmp_path / "all", "train") == [*chain(*documents)]
     out = capsys.readouterr().out
     assert "too little" not in out, "tokens have more than 100 KB"
     assert "next: " not in out, "only the command line asks what is next"
-    starts = [i for i, token in enumerate(tokens) if token == 329]
-    assert {
-        tuple(tokens[i + 1 : j]) for i, j in zip(starts, [*starts[1:], len(tokens)], strict=True)
-    } == documents
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer=meta["tokenizer"]), str(tmp_path))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    rng = random.Random(0)
-    spellings = enc.decode_tokens_bytes(range(330))
-    for _ in range(2000):
-        pieces = rng.choices([*spellings, *WORDS, chr(rng.randrange(0xD800))], k=rng.randrange(40))
-        text = b"".join(x if isinstance(x, bytes) else x.encode() for x in pieces)
-        text = text.decode(errors="replace")
+    for text in texts:
         assert theirs.encode(text).ids == enc.encode(text, allowed_special="all")
-        assert enc.decode(enc.encode_ordinary(text)) == text
 
 
 def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
-    """With other workers, after a kill, and for more texts. Few texts make a small one."""
     files, texts, out = own
     options = ("--tokenizer", 330, "--shard_size", 2500, "--workers")
     unbroken = build(files, tmp_path / "unbroken", *options, 1)
@@ -493,7 +432,6 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys):
     build(small, tmp_path / "small", "--tokenizer", 65536, "--val_share", 0)
     out = capsys.readouterr().out
     assert "it has only 259, because" in out, "ab, abab"
-    assert "\n205 tokens to train and 0 to validate\n" in out and "too little to learn from" in out
     assert "\na token has 1.96 bytes\n" in out, "402 bytes, and 100 tokens between documents"
     assert read_meta(tmp_path / "small")["vocab_size"] == 259
 
@@ -503,26 +441,19 @@ def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
     """Of all that Unicode has: an update of tiktoken or tokenizers could part what they know of it."""
     leads = [*range(0x80), *range(0xC2, 0xF5)]  # the first bytes of characters
     tokens = [bytes([ord(probe), lead]).hex() for probe in "a1!\t" for lead in leads]
-    tokenizer = " ".join(
-        ["bpe-test", *tokens]
-    )  # one merges where a character is in the word before
+    tokenizer = f"bpe-test {' '.join(tokens)}"  # they merge where both are in one word
     enc = fineweb.get_tokenizer(tokenizer)
     config = train_gpt2.GPTConfig(tokenizer=tokenizer, vocab_size=enc.n_vocab)
     train_gpt2.export_tokenizer(config, str(tmp_path))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    merged = 0
-    for first in range(0, 0x110000, 0x800):
-        if 0xD800 <= first < 0xE000:  # no characters, but halves of some
-            continue
-        text = "".join(f"a{c}1{c}!{c}\t{c}\n" for c in map(chr, range(first, first + 0x800)))
+    for plane in range(0, 0x110000, 0x1000):
+        characters = [chr(i) for i in range(plane, plane + 0x1000) if not 0xD800 <= i < 0xE000]
+        text = "".join(f"a{c}1{c}!{c}\t{c}\n" for c in characters)
         ids = enc.encode_ordinary(text)
-        assert theirs.encode(text).ids == ids, hex(first)
-        merged += sum(token > 255 for token in ids)
-    assert merged > 1_000_000, "most characters are of one kind"
+        assert theirs.encode(text).ids == ids and enc.decode(ids) == text, hex(plane)
 
 
 def test_the_sample_comes_from_all_files(tmp_path):
-    """From each its share, in bytes, or all of the text if it is short."""
     for name, rows in (("a", 900), ("b", 90), ("c", 10)):
         write_jsonl(tmp_path / f"{name}.jsonl", [name + "é" * 50] * rows + [None])
     files = {str(path): [path.stat().st_size, ""] for path in sorted(tmp_path.iterdir())}
@@ -561,18 +492,10 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     assert tokens.tolist() == 2 * [enc.eot_token, *enc.encode_ordinary(text)]
 
 
-DIE_SENDING = """
-import multiprocessing.connection as c, os
-c.Connection._send = lambda self, data: os._exit(os.write(self.fileno(), bytes(data)[:5]))
-"""
-FAILURES = [  # the last batch, which may kill its worker while that sends; what the line says
+@pytest.mark.parametrize("failure, message", [  # the last batch, and what the line says
     (partial(fineweb.parse_lines, [b'{"text": 5}'], 401, "text"), "x: line 401: .*TypeError: exp"),
     (partial(os._exit, 9), "fewer --workers"),
-    (partial(exec, DIE_SENDING, {}), "fewer --workers"),
-]
-
-
-@pytest.mark.parametrize("failure, message", FAILURES)
+])  # fmt: skip
 def test_two_processes_keep_the_order_until_one_fails(failure, message):
     """While one of them works for long, the other one reads about eight batches ahead, and waits."""
     texts = [f"{k}" for k in range(40)]
@@ -597,8 +520,7 @@ def test_two_processes_keep_the_order_until_one_fails(failure, message):
     "tsv": 2, "parquet": 129, "big.parquet": 72,
 }.items())  # fmt: skip
 def test_a_document_is_whole_wherever_a_block_ends(suffix, batches, tmp_path, monkeypatch):
-    """In each format and packing: of more than 4 MB in .csv, of 70 rows or 128 in .parquet, where
-    workers read small row groups themselves. Texts have line ends, and in .txt begin in a line."""
+    """Of more than 4 MB in .csv, of 70 rows or 128 in .parquet. In .txt, texts begin in a line."""
     monkeypatch.setattr(fineweb, "BATCH_SIZE", 2**16)
     monkeypatch.setattr(fineweb, "GROUP_SIZE", 2**18)
     end = {"txt": "\n", "tsv": "\u2028"}.get(suffix, "\r\n")  # a .tsv has no quotes
@@ -631,7 +553,6 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, batches, tmp_path, mo
 
 
 def test_a_file_may_be_replaced_between_two_runs(tmp_path):
-    """In one process, as in a notebook, which keeps a .parquet file open."""
     for n in (1, 2):
         write_parquet(tmp_path / "a.parquet", [f"text {n}"] * n)
         out = build(tmp_path / "a.parquet", tmp_path / f"{n}", "--val_share", 0)
@@ -639,9 +560,7 @@ def test_a_file_may_be_replaced_between_two_runs(tmp_path):
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
-    """A .txt file is one document, of several batches or empty: its line ends stay, a byte order
-    mark at its beginning does not. In JSON, half a surrogate pair becomes U+FFFD. A file may have
-    two names. Two stars stand for folders of any depth, and ~ for the home."""
+    """Line ends stay, a byte order mark at the beginning does not. A file may have two names."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "some/of/mine"
     folder.mkdir(parents=True)
@@ -661,37 +580,28 @@ def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_pydocs_is_prose_in_two_splits_without_overlap(tmp_path, monkeypatch):
-    """About 2 MB, with no long paragraph in both splits, from numpy, tiktoken and tqdm alone."""
+def test_pydocs_needs_numpy_tiktoken_and_tqdm_alone(tmp_path, monkeypatch):
+    """The texts of another Python would be others, so a run goes on with those of the first one."""
     for package in ("datasets", "pyarrow", "fsspec", "huggingface_hub"):
         monkeypatch.setitem(sys.modules, package, None)  # cannot be imported
     main = runpy.run_path(str(ROOT / "fineweb.py"))["main"]
-    pydocs = ["--dataset", "pydocs", "--tokenizer", "bytes"]
-    main([*pydocs, "--out", str(tmp_path / "out")])
-    tokens = [read_split(tmp_path / "out", split) for split in ("val", "train")]
-    val, train = ("".join(chr(token) for token in split).split("\u0100") for split in tokens)
-    assert len(tokens[1]) > 10**6 and 0.05 < len(tokens[0]) / len(tokens[1]) < 0.15
-    assert min(len(val), len(train)) > 10 and val[0] == ""
-    val, train = ({p for p in "\n\n".join(t).split("\n\n") if len(p) >= 60} for t in (val, train))
-    assert len(val) > 100 and not val & train
-    monkeypatch.setattr(sys, "version", "3.99.0 of another day")
-    before = contents(tmp_path / "out")
-    main([*pydocs, "--out", str(tmp_path / "out")])
-    assert contents(tmp_path / "out") == before, "the texts of another Python would be others"
+    out, before = tmp_path / "out", None
+    for _ in range(2):
+        main(["--dataset", "pydocs", "--tokenizer", "bytes", "--out", str(out)])
+        assert before in (None, contents(out))
+        before = contents(out)
+        monkeypatch.setattr(sys, "version", "3.99.0 of another day")
+    val, train = (len(read_split(out, split)) for split in ("val", "train"))
+    assert train > 10**6 and 0.05 < val / train < 0.15
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv.gz", "a.parquet"])
-def test_a_terminal_shows_tokens_their_rate_and_the_time_left(name, tmp_path, monkeypatch):
-    """The bar ends at 100%, of the files or of --max_tokens. In between, the end is an estimate."""
+def test_a_terminal_shows_tokens_their_rate_and_the_time_left(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
-    monkeypatch.setattr(fineweb, "GROUP_SIZE", SMALL)
     monkeypatch.setattr(fineweb, "tqdm", partial(fineweb.tqdm, mininterval=0))
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a text"}\n' * 3000)
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"text\n" + b"a text\n" * 3000))
-    write_parquet(tmp_path / "a.parquet", ["a text"] * 3000)
+    files = write_jsonl(tmp_path / "a.jsonl", ["a text"] * 3000)
     for end, options in (("21.0k/21.0k", ()), ("5.00k/5.00k", ("--max_tokens", 5000))):
         with redirect_stderr(type("", (io.StringIO,), {"isatty": lambda _: True})()) as terminal:
-            build(tmp_path / name, tmp_path / end, *options)
+            build(files, tmp_path / end, *options)
         *_, last = bars = terminal.getvalue().strip().split("\r")
         assert re.match(rf"100%.* {end} \[00:\d\d<00:00, .* tokens/s\]$", last)
         assert all(re.search(r"\d%.*<\d.* tokens/s", bar) for bar in bars[2:])
@@ -727,12 +637,8 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
     ("a.jsonl", GOOD * 40_000 + b"5", "--max_tokens 8", ["a"] * 4),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found b'{"body": "b"}\\n'; mend it"""),
-    ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "", "line 2: expected lines like"),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
     ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
-    ("a.json.gz", gzip.compress(ARRAY.replace(b'"b"', b"null")), "", ["a"]),
-    ("a.json", ARRAY.replace(b"{", b"[{", 1), "", "JSONDecodeError"),
-    ("a.json", ARRAY[:1] + b"5, " + ARRAY[1:], "", "line 1: expected lines like"),
     ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "0xff in position"),
     ("a.png", b"\x89PNG", "", "it is not text in UTF-8 (to convert it: iconv"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
@@ -742,24 +648,16 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("f/.git/a", b"A", "--files f", "there is no such file"),
     ("f/.a", b"A", "--files f", "there is no such file"),
     ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
-    ("a.tar.gz", gzip.compress(b"a.txt\0\0text"), "", "has to be unpacked first"),
     ("a.txt.xz", lzma.compress(b"text\0"), "", "has to be unpacked first"),
-    ("a.zip", b"PK\3\4\0\0", "", "a.zip: it is not text in UTF-8, or has to be unpacked first"),
     ("a.csv", b'id,text\n1,"A\n2,B\n', "", "a.csv: a quote begins a cell and is never closed"),
     ("a.csv", b"id,text\n1,%s\n" % (b"long " * 99_999), "", ["long " * 99_999]),
-    ("a.csv", b'id,text\n1,5" wide\n2,"B ""c"""\n', "", ['5" wide', 'B "c"']),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
     ("f/d.arrow", b"\0", "--files f", "to_parquet"),
-    ("f/note.docx", b"A\0", "--files f", "found no file of text"),
-    ("a.txt.gz", gzip.compress(b"text " * 9999)[:-20], "", "EOFError"),
     ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
     ("a.csv", b"id,text\n1,05\n2,5\n", "", ["05", "5"]),
     ("a.csv", b"id;text\n1;A\n", "", "of b'id;text', divided by ',', --text_key text cannot"),
-    ("a.csv", b"", "", "Empty CSV file"),
-    ("a.csv", b"id,body\n1,A\n", "", "of b'id,body', divided by ',', --text_key"),
-    ("a.csv", b"id,text\n1,A,B\n", "", "Row #2: Expected 2 columns, got 3"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
     ("a.parquet", {"id": [1], "body": ["A"]}, "", "columns ['id', 'body'], expected text: see"),
@@ -772,7 +670,6 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
 
 @pytest.mark.parametrize("name, content, options, expected", STRANGERS)
 def test_what_strangers_bring(name, content, options, expected, tmp_path, monkeypatch, capsys):
-    """It is read, or one line names the option or file and what is wrong. No shard is left then."""
     monkeypatch.chdir(tmp_path)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     if isinstance(content, dict):
@@ -791,16 +688,16 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
 
 
 def test_what_to_run_next_suits_the_amount():
-    """About four epochs, of a small corpus by a model that a GPU trains soon."""
-    small = "--log_dir log/m --prompt 'A b' --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
-    quickstart = "--log_dir log/m --prompt 'A b' --quickstart --val_tokens 100000"
-    rows = [("bytes", 10**6, f" {quickstart}"), ("gpt2", 10**6, f" {small}"), ("gpt2", 10**10, "")]
-    rows.append(("bytes", 10**7, f" {quickstart.replace('100000', '500000')}"))
-    # By default these steps have 2**17, 2**17 and 2**19 tokens, which makes 5.0, 4.2 and 4.0 epochs
-    for train, steps in ((10**8, 3814), (144 * 10**6, 4577), (2_499_999_999, 19069)):
-        large = f"--log_dir log/m --prompt 'A b' --optimizer muon --max_steps {steps}"
-        rows.append(("gpt2", train, f" {large}"))
-    for tokenizer, train, expected in rows:
+    prompt = " --log_dir log/m --prompt 'A b'"
+    d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
+    for tokenizer, train, expected in (
+        ("bytes", 10**6, f"{prompt} --quickstart --val_tokens 100000"),
+        ("bytes", 10**7, f"{prompt} --quickstart --val_tokens 500000"),
+        ("gpt2", 10**6, d6),
+        ("gpt2", 10**8, f"{prompt} --optimizer muon --max_steps 3814"),  # of 2**17 tokens: 5 epochs
+        ("gpt2", 2_499_999_999, f"{prompt} --optimizer muon --max_steps 19069"),
+        ("gpt2", 10**10, ""),
+    ):
         args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
         sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
         vocab_size = fineweb.get_tokenizer(tokenizer).n_vocab
@@ -820,47 +717,34 @@ def test_what_to_run_next_suits_the_amount():
     ("Beta gamma delta ", "'Beta gamma'"), ("Beta " + "x" * 20, "Beta"),
     ("Donaudampfschifffahrtsgesellschaft m b H ", "Donaudampfschifffahr"),
 ])  # fmt: skip
-def test_the_prompt_begins_a_document(text, prompt, tmp_path, monkeypatch, capsys):
-    """The first ones that are whole in the training data, and no word that is too long."""
+def test_the_prompt_begins_a_document(text, prompt, tmp_path, capsys):
     files = write_jsonl(tmp_path / "a.jsonl", ["alpha " * 999, text * 99, "omega " * 9])
-    argv = ["", "--files", str(files), "--out", str(tmp_path / "out"), "--tokenizer", "bytes"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--workers=1"])
-    fineweb.main()
-    assert f" --prompt {prompt} --quickstart --val_tokens " in capsys.readouterr().out
+    out = command_line(files, tmp_path / "out", capsys)
+    assert f" --prompt {prompt} --quickstart --val_tokens " in out
 
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
 def test_uv_run_installs_what_a_script_imports(name):
-    """The block at its top names the packages of requirements.txt that it imports, and no others."""
     text = Path(ROOT, name).read_text()
-    (block,) = re.findall(r"^# /// script\n((?:# .*\n)+)# ///$", text, re.MULTILINE)
-    block = tomllib.loads(re.sub("^# ", "", block, flags=re.MULTILINE))
-    pins = dict(re.findall(r"(\w+)==(\S+)", Path(ROOT, "requirements.txt").read_text()))
-    needed = [Requirement(line) for line in block["dependencies"]]
+    (needed,) = re.findall("^# dependencies = (.*)$", text, re.MULTILINE)
+    pins = set(re.findall(r"(\w+)==", Path(ROOT, "requirements.txt").read_text()))
     imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
     if name == "train_gpt2.py":
         imported.add("tqdm")  # of fineweb.py and hellaswag.py, which it imports if they are there
-    assert {package.name for package in needed} == imported & pins.keys()
-    assert all(pins[package.name] in package.specifier for package in needed)
-    assert block["requires-python"] == ">=3.11"
+    assert set(re.findall(r'"(\w+)', needed)) == imported & pins
 
 
 def test_defaults_follow_the_source_and_the_machine(monkeypatch):
-    """Of FineWeb, the first shard is for validation, but no more than a tenth of --max_tokens. A job
-    has a worker for each core that it may use, and where it cannot be limited, that there is."""
+    """A job has a worker for each core that it may use, and where it cannot be limited, that there is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    for argv, val_share, val_tokens, workers in (
-        ("", 1.0, 10**8, 6),
-        ("--max_tokens 150000000", 1.0, 15 * 10**6, 6),
-        ("--max_tokens 9000000000", 1.0, 10**8, 6),
-        ("--files x --out y", 0.1, 10**8, 4),
-        ("--dataset pydocs", 0.1, 10**8, 1),
-    ):
+    for argv, *expected in (
+        ("", 1.0, 10**8, 6, "gpt2"), ("--max_tokens 150000000", 1.0, 15 * 10**6, 6, "gpt2"),
+        ("--files x --out y", 0.1, 10**8, 4, "gpt2"), ("--dataset pydocs", 0.1, 10**8, 1, "2048"),
+        ("--max_tokens 9000000000", 1.0, 10**8, 6, "gpt2"),
+    ):  # fmt: skip
         args = fineweb.parse_args(argv.split())
-        assert (args.val_share, args.val_tokens, args.workers) == (val_share, val_tokens, workers)
-        assert args.tokenizer == ("bytes" if args.dataset == "pydocs" else "gpt2")
-        assert args.shard_size == 10**8
+        assert [args.val_share, args.val_tokens, args.workers, args.tokenizer] == expected
     monkeypatch.delattr(os, "sched_getaffinity")
     assert fineweb.parse_args(["--files", "x", "--out", "y"]).workers == 64
 
@@ -887,7 +771,6 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys):
 
 
 def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys, monkeypatch):
-    """Which has all options of this one. English and tokens of one's own fit."""
     monkeypatch.setattr(fineweb, "look", lambda args, meta: (size, "A"))
     files = tmp_path / "a b.jsonl"
     files.write_text('{"body": "A"}\n' * 99)
@@ -905,19 +788,13 @@ def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys,
             assert args.out == f"{out}_4096"
 
 
-def test_a_dataset_without_a_split_train_says_what_it_has(tmp_path, monkeypatch):
-    """KeyError: 'train' would not."""
-    found = Mock()
-    found.config.data_files = {"test": [], "dev": []}
-    monkeypatch.setattr("datasets.load_dataset_builder", lambda *_: found)
-    line = refuse(None, tmp_path / "out", "--dataset", "a/b")
-    assert "a/b has no split train, but ['dev', 'test']" in line
-
-
-def test_too_many_workers_are_named(tmp_path, monkeypatch):
-    """A Mac lets a program open 256 files."""
-    fail = Mock(side_effect=OSError(24, "Too many"))
-    monkeypatch.setattr("multiprocessing.context.SpawnContext.Pipe", fail)
-    files = write_jsonl(tmp_path / "a.jsonl", ["A"])
-    line = refuse(files, tmp_path / "out", "--workers", 99)
-    assert re.search("--workers 99: use fewer, or .*ulimit -n", line)
+@pytest.mark.parametrize("name, effect, options, message", [
+    ("tiktoken.get_encoding", OSError("no network"), "--tokenizer gpt2", r"gpt2.*CLUSTERS\.md.*no network"),
+    ("datasets.load_dataset_builder", [Mock(**{"config.data_files": {"test": [], "dev": []}})], "--dataset a/b", r"a/b has no split train, but \['dev', 'test'\]"),
+    ("multiprocessing.context.SpawnContext.Pipe", OSError(24, "Too many"), "--workers 99", "--workers 99: use fewer, or .*ulimit -n"),
+])  # fmt: skip
+def test_what_fails_in_a_library_is_named(name, effect, options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(name, Mock(side_effect=effect))
+    fineweb.get_tokenizer.cache_clear()
+    files = None if "--dataset" in options else write_jsonl(tmp_path / "a.jsonl", ["A"])
+    assert re.search(message, refuse(files, tmp_path / "out", *options.split()))

@@ -29,7 +29,7 @@ def assert_close(one: dict, two: dict, tolerance=1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Return a function that makes a run, once for equal arguments, or goes on in log_dir."""
+    """Return a function that makes a run, once for equal arguments."""
     folder = tmp_path_factory.mktemp("processes")
     data = conftest.write_shards(folder / "data")
     hella = write(folder / "hella.jsonl", make_examples(7))
@@ -39,8 +39,8 @@ def start(tmp_path_factory):
     flags += " --hellaswag_every 10 --sample_every 10 --num_samples 2 "
     made = {}
 
-    def train(processes: int, own: str, also="", log_dir=None) -> tuple[Path, list[str]]:
-        key, log_dir = (processes, own, also, log_dir), log_dir or folder / str(len(made))
+    def train(processes: int, own: str, also="") -> tuple[Path, list[str]]:
+        key, log_dir = (processes, own, also), folder / str(len(made))
         if key not in made:
             own = f"{flags} {own} --log_dir {log_dir}"
             result = run(own, processes=processes, patch=f"{patch}\n{also}", seconds=200)
@@ -70,7 +70,6 @@ train_gpt2.choose_batch_size = choose
         ("adamw", 3, 2), ("adamw", 5, 2), ("adamw", 7, 1), ("muon", 2, 3), ("muon", 3, 4)])
 ])  # fmt: skip
 def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processes, B):
-    """Also where they divide neither a step nor the validation, and B and folders' names differ."""
     # Muon's rate is 0.1 here, so that roundings grow 50 times in 20 steps
     flags = {"adamw": "--optimizer adamw --max_lr 6e-4", "muon": "--optimizer muon"}[optimizer]
     one, samples = start(1, flags)
@@ -88,7 +87,6 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
 
 @slow
 def test_a_checkpoint_crosses_between_numbers_of_processes(shards):
-    """Each part of the run is made by other processes than the one before."""
     flags = "--optimizer muon --schedule constant --resume --max_lr 0.02 --warmup_steps 0"
     flags += " --val_every 1 --batch_size 4 --max_steps"
     assert main(flags, 12, "--log_dir a") == 0
@@ -101,23 +99,11 @@ def test_a_checkpoint_crosses_between_numbers_of_processes(shards):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_gpu_trains_as_it_would_without_compile_kernel_and_caches(start, optimizer, tmp_path):
-    """Plain PyTorch's losses, but for rounding; with empty caches, stopped and resumed, the same bits."""
+def test_a_gpu_trains_as_it_would_without_compile_and_kernel(start, optimizer):
     flags = f"--device cuda --dtype bfloat16 --optimizer {optimizer} --max_lr 1e-3 --compile"
-    flags += " --schedule constant --warmup_steps 0 --save_every 10 --keep 0"
-    one, samples = start(1, flags)
+    one, _ = start(1, flags)
     plain, _ = start(1, f"{flags} --no-compile", also="train_gpt2.triton = None")
     assert_close(read_log(one), read_log(plain) | {"hella": read_log(one)["hella"]}, 0.02)
-    empty = f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}"
-    for _ in range(2):  # and then they are full
-        again, its_samples = start(1, flags, also=empty)
-        assert read_log(one) == read_log(again) and samples == its_samples
-        empty += " "
-    half, _ = start(1, f"{flags} --max_steps 10")
-    start(1, f"{flags} --resume", log_dir=half)
-    for step in (10, 20):
-        assert leaves(load(one, step) | {"args": 0}) == leaves(load(half, step) | {"args": 0})
-    assert read_log(one) == read_log(half)
 
 
 DIVIDED = """
@@ -131,7 +117,6 @@ train_gpt2.update_weights = check
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_each_process_holds_a_part_of_the_optimizers_state(shards, optimizer):
-    """Of one parameter in one process. Where state was loaded, too."""
     flags = f"--optimizer {optimizer} --val_every 0 --resume --max_steps"
     assert main(flags, 1) == 0
     model = GPT(SMALL, seed=None)
@@ -175,23 +160,16 @@ fineweb.main = make
 
 
 def test_one_process_makes_or_downloads_what_all_need(shards):
-    """The others wait, and find it."""
     flags = "--quickstart --seq_len 16 --max_steps 1 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=MAKE_ONCE)
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
 
 
-DIFFERENCES = [
-    "train_gpt2.list_checkpoints = lambda log_dir: []",
-    "flags += ['--max_lr', '0.02']",
-    "flags += ['--dtype', 'bfloat16']",
-    "flags += ['--data_dir', 'other']",
-]
-
-
-@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize("difference", [
+    "train_gpt2.list_checkpoints = lambda log_dir: []", "flags += ['--max_lr', '0.02']",
+    "flags += ['--dtype', 'bfloat16']", "flags += ['--data_dir', 'other']",
+])  # fmt: skip
 def test_processes_that_differ_stop(shards, difference):
-    """In one line, before anything is changed. (--resume itself ignores another validation set.)"""
     conftest.write_shards(Path("other"), val=998)
     assert main("--max_steps 2") == 0
     before = contents("log")
@@ -212,17 +190,12 @@ def check(status, end=os._exit):
     print("ended by", sys._getframe(1).f_globals["__name__"], flush=True)
     end(status if os.path.exists("log/model_00001.pt") else 77)
 os.replace, os._exit = rename_late, check
-def init(*args, start=torch.distributed.init_process_group, **options):
-    print("waits", options["timeout"])
-    start(*args, **options)
-torch.distributed.init_process_group = init
 """
 
 
 def test_no_process_ends_before_the_last_checkpoint_is_whole(shards):
-    """torchrun ends the one that writes soon after another. NCCL would wait for 10 minutes."""
     status, out, err = run("--max_steps 1 --val_every 0", processes=2, patch=SLOW_SAVE)
-    assert status == 0 and out.count("waits 1:00:00") == 2, err
+    assert status == 0, err
     assert out.count("ended by train_gpt2") == 2, "Python's cleanup could wait for the others"
 
 
@@ -253,7 +226,6 @@ def torchrun(name: str, launcher: str, flags: str, patch: str) -> subprocess.Pop
 
 
 def printed() -> str:
-    """Return what all torchruns have printed."""
     return "".join(f"--- {path}\n{path.read_text()}" for path in sorted(Path().glob("*.txt")))
 
 

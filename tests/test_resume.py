@@ -88,7 +88,6 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("then", [True, False])
 def test_weights_may_be_frozen_later_or_no_longer(shards, monkeypatch, optimizer, then):
-    """What is updated from then on, and has no state in the checkpoint, begins with none."""
     configure = train_gpt2.GPT.configure_optimizers
     for max_steps, learns in ((2, not then), (4, then)):
 
@@ -106,19 +105,14 @@ def test_weights_may_be_frozen_later_or_no_longer(shards, monkeypatch, optimizer
 
 
 def test_a_checkpoint_says_what_it_is(shards, monkeypatch):
-    """It is loaded without executing code, and its names are those of the model's parameters."""
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # which copies from a GPU
     assert main("--max_steps 2") == 0
     saved = load("log", 2)
     tied = [saved["model"][f"{name}.weight"].data_ptr() for name in ("lm_head", "transformer.wte")]
     assert tied[0] == tied[1], "one matrix is stored once"
-    keys = {"model", "optimizer", "scaler", "config", "args", "dtype", "step", "data", "script"}
-    assert saved.keys() == keys and saved["step"] == 2 and saved["dtype"] == "float32"
     assert saved["args"]["dtype"] == "auto", "another machine chooses its own"
     lengths = {1: 700, 2: 1201, 3: 333}
     assert saved["data"] == {f"test_train_{i:06d}.npy": n for i, n in lengths.items()}
-    model = train_gpt2.GPT(train_gpt2.GPTConfig(**saved["config"]))
-    assert saved["model"].keys() == model.state_dict().keys()
     assert saved["script"] == Path(train_gpt2.__file__).read_text()
 
 
@@ -130,7 +124,8 @@ def test_a_run_is_known_before_its_first_step(shards, optimizer):
     shards.rename("data")
     assert main(flags, "a") == 0
     patch = hook("if self.training: os.kill(os.getpid(), signal.SIGKILL)")
-    assert run(flags, "b", patch=patch)[0] == -signal.SIGKILL
+    status, out, _ = run(flags, "b", patch=patch)
+    assert status == -signal.SIGKILL and "4 steps of 256 tokens" in out, "what is printed is there"
     assert list(read_log("b")) == ["total_batch_size", "vocab_size", "val", "bpb"]
     with pytest.raises(SystemExit, match="0"):
         train_gpt2.main(["--resume", "--log_dir", "b"])
@@ -155,7 +150,6 @@ sys.settrace(trace)
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_killed_at_random_moments_the_run_ends_as_the_unbroken_one(shards, processes):
-    """Launched with --resume after each kill. A seed makes the moments the same everywhere."""
     kills = {1: KILLS - KILLS // 3, 2: KILLS // 3}[processes]
     flags = f"--max_steps {8 * kills} --save_every 2 --keep 2 --val_every 5 --val_tokens 64"
     flags += " --batch_size 8 --resume --log_dir"
@@ -180,15 +174,12 @@ torch.save = save_half
 """
 
 
-def test_a_file_counts_once_it_has_its_name(shards, monkeypatch):
+def test_a_file_counts_once_it_has_its_name(shards, disk):
     """A half file has none, and continues nothing. Bytes reach the disk before their name."""
     flags = "--max_steps 6 --save_every 2 --batch_size 8 --log_dir"
-    calls, known = [], {"fsync": os.fsync, "replace": os.replace}
-    for name, call in known.items():
-        spy = lambda *args, call=call: (calls.append(call), call(*args))  # noqa: E731
-        monkeypatch.setattr(os, name, spy)
     assert main(flags, "a") == 0
-    assert calls == [*known.values()] * 5  # log.txt, four checkpoints
+    calls = [name for name, _, _ in disk.mock_calls]
+    assert calls == ["fsync", "replace"] * 5  # log.txt, four checkpoints
     assert run(flags, "b", patch=KILLED_IN_SAVE)[0] == -signal.SIGKILL
     assert {*os.listdir("b")} == {"log.txt", "model_00000.pt", "model_00002.pt", "unfinished.pt"}
     assert main(flags, "b", "--resume") == 0
@@ -205,7 +196,6 @@ def test_a_deleted_checkpoint_gives_back_its_disk(shards):
 
 
 def test_a_run_is_saved_before_it_is_evaluated(shards, monkeypatch):
-    """An evaluation that fails after the last update loses nothing."""
     values = iter([5.0, 4.0])
     with monkeypatch.context() as broken:
         broken.setattr(train_gpt2, "validate", lambda *_: (next(values), 1.0))
@@ -232,20 +222,9 @@ def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
     assert after[: len(before)] == before
     records = [line.split() for line in after]
     found = {name: [int(step) for step, x, _ in records if x == name] for name in STREAMS}
-    expected = {name: [0, 1, 2, 3, 4, 4, 5, 6, 7] for name in ("train", "lr", "norm", "dt")}
-    expected |= {name: [0, 2, 4, 4, 5, 6, 8] for name in ("val", "bpb")}
-    expected |= {"hella": [3, 5, 6, 8], "total_batch_size": [0], "vocab_size": [0]}
-    assert found == expected
+    assert found["train"] == found["dt"] == [0, 1, 2, 3, 4, 4, 5, 6, 7]
+    assert found["val"] == found["bpb"] == [0, 2, 4, 4, 5, 6, 8] and found["hella"] == [3, 5, 6, 8]
     assert len({tuple(record) for record in records if record[1] == "val"}) == 6
-
-
-@pytest.mark.parametrize("edit", ["", "# an edit"])
-def test_a_checkpoint_of_another_script_says_so(shards, monkeypatch, capsys, edit):
-    """With the same parameters, another layer may compute something else."""
-    assert main("--max_steps 2") == 0
-    monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT + edit)
-    assert main("--max_steps 4 --resume") == 0
-    assert ("by another version of this script" in capsys.readouterr().out) == bool(edit)
 
 
 def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
@@ -289,7 +268,6 @@ def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patc
 
 
 def test_a_second_ctrl_c_ends_the_run_at_once(shards):
-    """Nothing is saved then."""
     status, _, err = run("--max_steps 8", patch=signal_in(5, "SIGINT", times=2))
     assert status == -signal.SIGINT and "saving after the next step" in err and not steps()
 
@@ -309,7 +287,6 @@ def test_a_ctrl_c_before_the_training_ends_the_script_without_a_traceback(tmp_pa
 
 
 def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(shards, capsys):
-    """The same command can be launched for ever."""
     assert main("--max_steps 2 --resume") == 0
     before = read_log()
     assert list(before["train"]) == [0, 1] and list(before["val"]) == [0, 2]
@@ -322,18 +299,20 @@ def test_resume_starts_where_there_is_nothing_and_ends_where_all_is_done(shards,
     assert read_log() == before and steps() == [2]
 
 
-def test_data_and_precision_may_change(shards, capsys):
-    """Data are known by the names and lengths of their shards. Another precision is reported."""
+def test_folder_precision_and_script_may_change(shards, monkeypatch, capsys):
+    """Data are known by the names and lengths of their shards. What is another one is reported."""
     assert main("--max_steps 4") == 0
     shards.rename("moved")
     assert main("--resume --data_dir moved --max_steps 5 --dtype bfloat16") == 0
-    assert "is at step 4 of 5, so far in float32" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "is at step 4 of 5, so far in float32" in out and "another version" not in out
     assert load("log", 5)["dtype"] == "bfloat16"
+    monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT + "# an edit")
     assert main("--resume --data_dir moved --max_steps 6 --dtype float16") == 0, "a new scaler"
+    assert "by another version of this script" in capsys.readouterr().out
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(shards, refused):
-    """Wherever it was cut short."""
     assert main("--max_steps 4") == 0
     newest = Path("log/model_00004.pt")
     whole = newest.read_bytes()

@@ -12,7 +12,6 @@ import torch
 from conftest import SMALL, main, write_shards
 
 import fineweb
-import train_gpt2
 from train_gpt2 import GPT
 
 
@@ -27,7 +26,6 @@ def saved(value) -> bytes:
 
 
 def snapshot() -> dict[Path, bytes]:
-    """Return all files and folders here, and what is in the files."""
     return {path: path.is_file() and path.read_bytes() for path in Path().rglob("*")}
 
 
@@ -36,16 +34,8 @@ def llm_c(*header: int, tokens=999) -> bytes:
     return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
 
 
-class Attack:
-    """An object whose pickle makes a folder."""
-
-    def __reduce__(self):
-        return os.mkdir, ("made",)
-
-
 MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
-MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}}
-MODEL |= {"script": train_gpt2.SCRIPT}
+MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}, "script": ""}
 MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
 OTHERS = MODEL | {"model": MODEL["model"] | {"transformer.ln_f.bias": torch.ones(1)}}
 RUN = MODEL | {"args": {"model": "test", "seq_len": 16, "total_batch_size": 256}}
@@ -59,10 +49,7 @@ NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
 REFUSED = {
     "abbreviated flag": ("--max_step 3", {}, "unrecognized arguments: --max_step"),
-    "text for a number": ("--max_steps many", {}, "--max_steps: invalid int value: 'many'"),
     "negative": ("--max_steps -1", {}, "--max_steps -1: expected a finite number >= 0"),
-    "nan": ("--max_lr nan", {}, "--max_lr nan: expected a finite number"),
-    "unknown schedule": ("--schedule cosin", {}, "invalid choice: 'cosin' (choose from "),
     "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
     "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
     "no such device": (f"--device {NO_DEVICE}", {}, f"--device {NO_DEVICE}: found c"),
@@ -70,12 +57,8 @@ REFUSED = {
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "--total_batch_size 0: expected at least one sequence"),
     "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
-    "export of nothing": ("--export_hf out --log_dir run", {}, "--init_from run: expected gpt2 ... "),
     "resume and overwrite": ("--resume --overwrite", {}, "use only one of --resume, "),
-    "resume and evaluate": ("--resume --max_steps 0", {}, "use only one of --resume, "),
-    "unknown source": ("--init_from nowhere.pt", {}, "--init_from nowhere.pt: expected gpt2 ... "),
     "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
-    "no weights": ("--init_from x.pt", {"x.pt": saved(MODEL | {"model": {}})}, "loading state_dict for GPT: Missing key(s) in state_dict: "),
     "more weights": ("--init_from x.pt", {"x.pt": saved(MORE)}, "loading state_dict for GPT: Unexpected key(s) in state_dict: "),
     "weights of another shape": ("--init_from x.pt", {"x.pt": saved(OTHERS)}, "loading state_dict for GPT: size mismatch for transformer.ln_f.bias"),
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
@@ -85,13 +68,10 @@ REFUSED = {
     "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
     "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
-    "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Attack()})}, "x.pt cannot be loaded"),
+    "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "File exists: 'data/meta.json'"),
     "an export onto a file": (f"--init_from x.pt --export_hf {META}", {"x.pt": saved(MODEL)}, "--export_hf: expected a folder, found a file"),
-    "an export under a file": (f"--init_from x.pt --export_hf {META}/x", {"x.pt": saved(MODEL)}, "Not a directory: 'data/meta.json/x'"),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
-    "no data": ("--data_dir nowhere", {}, "nowhere holds no train shards: use fineweb.py"),
-    "no validation data": ("", {VAL: None}, "data holds no val shards: use fineweb.py"),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
@@ -99,40 +79,31 @@ REFUSED = {
     "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
     "version 2": ("", {"data/a_train.bin": llm_c(20240520, 2, 999)}, BIN),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, BIN),
-    "32 bits in a .bin": ("", {"data/a_train.bin": np.arange(999, dtype=np.int32).tobytes()}, "a_train.bin holds tokens of 32 bits"),
-    "many 32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
+    "32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
     "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
     "another batch": ("--resume --total_batch_size 512", {"log/model_00002.pt": saved(RUN)}, "log was made with total_batch_size 256, not 512"),
     "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
-    "config.json without a model": ("--init_from hf", {"hf/config.json": b"{}"}, "--init_from hf: expected gpt2 ... "),
-    "an own source": ("--overwrite --init_from log", {"log/model_00002.pt": saved(RUN)}, "--overwrite would delete what --init_from names"),
     "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
     "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
-    "an odd number of bytes": ("", {"data/a_train.bin": b"odd"}, "a_train.bin cannot be loaded"),
-    "other tokens": ("", {"data/a_train.npy": saved(np.full(10**5, 300, np.uint16))}, "a_train.npy was cut short, or has tokens beyond 256"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
     "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is no JSON: "),
 }  # fmt: skip
 GPT2 = np.arange(999, dtype=np.uint16)
 NANOGPT = {"nano/train.bin": GPT2.tobytes(), "nano/val.bin": GPT2.tobytes()}  # without a header
-HIDDEN = {"data/._train_1.npy": b"Mac", "data/.DS_Store": b"", "data/train.npy.unfinished": b""}
 # The same, but with what the run prints
 TAKEN = {
     "a fork's run, evaluated": ("--init_from x.pt --max_steps 0", {"x.pt": saved(FORK)}, "0/0 | val loss: "),
-    "hidden files": ("", HIDDEN, "done: "),
-    "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/metadata.json": b""}, "done: "),
+    "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/._train_1.npy": b"Mac"}, "done: "),
     "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, "--sample --init_from log/ --seed 1"),
     "a blank in a name": ("--log_dir 'my run'", {}, "--sample --init_from 'my run' --seed 1"),
     "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
-    "no checkpoint to resume": ("--resume", {}, "log has no checkpoint: a new run begins"),
     "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
-    "a long prompt": (f"--sample_every 2 --prompt '{'long ' * 9}'", {}, "sample 3: long long "),
     "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
     "a log_dir in new folders": ("--log_dir a/b/c", {}, "saved a/b/c/model_00002.pt"),
@@ -142,7 +113,6 @@ TAKEN = {
 
 @pytest.mark.parametrize("case", REFUSED | TAKEN)
 def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, refused, capsys):
-    """With status 2, before the run makes log_dir or changes anything else."""
     words, files, text = (REFUSED | TAKEN)[case]
     monkeypatch.chdir(tmp_path)
     write_shards(tmp_path / "data")
@@ -160,8 +130,7 @@ def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, re
 
 
 def test_pydocs_are_topics_and_docstrings_in_the_order_of_names(tmp_path, monkeypatch):
-    """That of a disk is another one on each machine. A long paragraph counts once, a text of 200
-    characters or less not at all, and modules of tests and tables are passed over."""
+    """A long paragraph counts once, a text of 200 characters or less not at all."""
     a, b, c, d = (f"{letter} " * 120 for letter in "abcd")
     pages = {"b": f"\n{b}\n \n{a}\n", "a": f"‘{a}’ “x” –\tx\n\nshort\n\nshort", "short": "z" * 199}
     monkeypatch.setattr("pydoc_data.topics.topics", pages)

@@ -37,7 +37,6 @@ def train(flags: str, log_dir="log") -> dict:
 
 
 def test_ten_golden_losses(shards):
-    """Initial weights, data order, schedule and arithmetic are what they were in earlier versions."""
     log = train("--max_steps 10 --warmup_steps 2")
     assert [log["train"][step] for step in range(10)] == pytest.approx(GOLDEN, abs=2e-4)
     assert log["norm"][0] == pytest.approx(NORM, rel=1e-3)
@@ -49,17 +48,14 @@ def test_the_quickstarts_recipe_learns_as_well_as_it_did(tmp_path):
     """20 seeds ended at 2.229 ± 0.007 nats a byte; unshuffled at 2.36, with half the rate at 2.34."""
     play = ["--files", str(DATA / "tinyshakespeare.txt"), "--tokenizer", "bytes"]
     fineweb.main([*play, "--out", str(tmp_path / "play")])
-    flags = (
-        f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'} --val_every 200"
-    )
+    flags = f"--quickstart --data_dir {tmp_path / 'play'} --log_dir {tmp_path / 'log'}"
+    flags += " --val_every 200 --max_steps 200 --total_batch_size 768 --val_tokens 50000"
     with pytest.raises(SystemExit, match="0"):
-        more = "--max_steps 200 --total_batch_size 768 --val_tokens 50000 --sample_every 0"
-        train_gpt2.main(f"{flags} {more}".split())
+        train_gpt2.main(f"{flags} --sample_every 0".split())
     assert read_log(tmp_path / "log")["val"][200] < 2.25
 
 
 def test_evaluations_and_samples_change_nothing_of_the_training(shards, monkeypatch):
-    """Every loss, norm and weight has the same bits. HellaSwag is cropped to seq_len."""
     lengths, modes, forward = iter(range(3, 8)), set(), GPT.forward
 
     def spy(self, *args):
@@ -115,7 +111,6 @@ def test_compilation_changes_nothing_of_the_training(shards, monkeypatch):
 
 @pytest.mark.parametrize("own, n, epochs", [("", 48, 1), ("--overfit_one_batch", 16, 3)])
 def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
-    """After a batch of each to try them. A validation's last batch repeats its last window."""
     read, get = {True: [], False: []}, train_gpt2.DataLoaderLite.get_window
     spy = lambda self, n: (read[self.seed is None].append(n), get(self, n))[1]  # noqa: E731
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "get_window", spy)
@@ -177,7 +172,6 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     log = train("--max_steps 7 " + " ".join(f"--{name}_every {n}" for name, n in every.items()))
     assert list(log["val"]) == list(log["bpb"]) == [0, 3, 6, 7]
     assert log["hella"] == {4: 0.75, 7: 0.75}
-    assert list(log["train"]) == list(log["lr"]) == list(log["norm"]) == list(range(7))
     assert steps() == [6, 7], "the two newest of four"
     out = capsys.readouterr().out
     assert out.endswith("--sample --init_from log --seed 1\n") and "\nnext: python " in out
@@ -190,31 +184,17 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert "val" not in log and os.listdir("never") == ["log.txt"]
     out = capsys.readouterr().out
     assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
-    main("--max_steps 3 --save_every 1 --keep 0 --val_every 0 --log_dir all")
-    assert steps("all") == [1, 2, 3]
 
 
-@pytest.mark.parametrize("prompt, tokens", [("", [256]), ("a<|endoftext|>b", [97, 256, 98])])
-def test_a_sample_ends_with_its_document(monkeypatch, capsys, prompt, tokens):
-    """<|endoftext|> is one token in a prompt too, and an empty prompt is this token alone."""
-    written = torch.tensor([[*b" end.\n", 256, *b"Once"]])
+def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
+    """A sample ends with its document. Half a character prints as U+FFFD."""
+    written = torch.tensor([[*"é".encode()[:1], 256, *b"Once"]] * 2)
     generate = Mock(side_effect=lambda model, tokens, args: torch.cat((tokens, written), dim=1))
     monkeypatch.setattr(train_gpt2, "generate", generate)
-    args = Namespace(prompt=prompt, num_samples=1, sample=False)
-    train_gpt2.print_samples(GPT(SMALL), args, make_process())
-    assert generate.call_args.args[1].tolist() == [tokens]
-    assert capsys.readouterr().out == f"sample 0: {prompt} end.\n"
-
-
-def test_prompts_are_read_line_by_line(monkeypatch, capsys):
-    """Each is answered before the next one is read. Half a character prints as U+FFFD."""
-    written = torch.tensor([[*"é".encode()[:1]]] * 2)
-    generate = lambda model, tokens, args: torch.cat((tokens, written), dim=1)  # noqa: E731
-    monkeypatch.setattr(train_gpt2, "generate", generate)
-    answers = []
+    prompts, answers = [" one\r\n", "\n", "a<|endoftext|>b"], []
 
     def lines():
-        for line in (" one\r\n", "\n", "two"):
+        for line in prompts:
             yield line
             answers.append(capsys.readouterr().out)
 
@@ -222,43 +202,31 @@ def test_prompts_are_read_line_by_line(monkeypatch, capsys):
     args = Namespace(prompt="-", num_samples=2, sample=True)
     train_gpt2.print_samples(GPT(SMALL), args, make_process())
     answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
-    assert answers == [f"sample 0: {x}\ufffd\nsample 1: {x}\ufffd\n" for x in (" one", "", "two")]
+    texts = [prompt.strip("\r\n") + "\ufffd" for prompt in prompts]
+    assert answers == [f"sample 0: {text}\nsample 1: {text}\n" for text in texts]
+    tokens = [call.args[1][0].tolist() for call in generate.call_args_list]
+    assert tokens == [[*b" one"], [256], [97, 256, 98]]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
 def test_a_run_computes_in_its_dtype_everywhere(shards, monkeypatch, dtype, most):
-    """In training, validation, HellaSwag and samples. Losses are near float32's. Only bfloat16, with
-    its range, has a residual stream of 16 bits."""
+    """Losses are near float32's. Only bfloat16 has the range that a residual stream needs."""
     path = write(Path("hella.jsonl"), make_examples(3))
     monkeypatch.setattr(hellaswag, "fetch", lambda: path)
-    seen, places, forward = set(), ["training"], train_gpt2.Block.forward
+    seen, forward = set(), train_gpt2.Block.forward
 
     def spy(self, x):
         half = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        seen.add((places[-1], half, x.dtype))
+        seen.add((half, x.dtype))
         return forward(self, x)
 
-    def mark(module, name):
-        call = getattr(module, name)
-
-        def marked(*args, **options):
-            places.append(name)
-            result = call(*args, **options)
-            places.pop()
-            return result
-
-        monkeypatch.setattr(module, name, marked)
-
-    for module, name in ((train_gpt2, "validate"), (hellaswag, "score"), (train_gpt2, "generate")):
-        mark(module, name)
     monkeypatch.setattr(train_gpt2.Block, "forward", spy)
     flags = "--max_steps 3 --val_every 3 --hellaswag_every 3 --sample_every 3 --dtype"
-    plain, log = train(f"{flags} float32", "plain"), {}
+    plain = train(f"{flags} float32", "plain")
     seen.clear()
     log = train(f"{flags} {dtype}")
-    half = getattr(torch, dtype)
     stream = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    assert seen == {(p, half, stream) for p in ("training", "validate", "score", "generate")}
+    assert seen == {(getattr(torch, dtype), stream)} and "hella" in log
     for name in ("train", "val", "bpb"):
         errors = [abs(log[name][step] - plain[name][step]) for step in plain[name]]
         assert 0 < max(errors) < 2 * most or (dtype == "float32" and max(errors) == 0)
@@ -275,7 +243,6 @@ def schedule(name, max_steps=1000, warmup_steps=100, final_lr_frac=0.1) -> list[
 
 @pytest.mark.parametrize("name", train_gpt2.SCHEDULES)
 def test_a_schedule_warms_up_and_decays(name):
-    """From a hundredth of max_lr to final_lr_frac of it. wsd decays in the last fifth."""
     rates = schedule(name)
     assert [rates[step] for step in (0, 98, 99, 100)] == pytest.approx([6e-6, 5.94e-4, 6e-4, 6e-4])
     peaks = max(rates), schedule(name, warmup_steps=0)[0], schedule(name, 5, warmup_steps=5)[4]
@@ -290,7 +257,6 @@ def test_a_schedule_warms_up_and_decays(name):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_one_optimizer(optimizer):
-    """Matrices and embeddings alone decay. Muon gets the matrices of blocks, also those of a fork."""
     model = GPT(SMALL)
     model.transformer.h.append(train_gpt2.Block(SMALL))
     model.transformer.h[-1].mlp.c_fc = torch.nn.Linear(32, 96)
@@ -330,7 +296,6 @@ def newton_schulz(matrix):
 
 
 def test_updates_of_muon_are_their_formula():
-    """Momentum, decay, scale, a group's share, and split_sizes: several matrices in one."""
     torch.manual_seed(0)
     shapes = [(48, 16), (16, 16), (64, 16), (16, 64), (48, 16)]
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -381,18 +346,17 @@ def test_float16_halves_its_scale_in_an_overflow(shards, break_losses, optimizer
     assert state("log", 1) == state("log", 3)
 
 
-@pytest.mark.parametrize("old, new, dtype, is_same", [
-    ("", "", "float32", True), ("", "", "bfloat16", False),
-    ("log_sum - x_target", "log_sum - 2 * x_target", "float32", False),  # the kernel
-    ("return dx, dweight", "return 2 * dx, dweight", "float32", False),  # the backward pass
-    ("# Peak TFLOP", "# The peak TFLOP", "float32", True),  # elsewhere
-])  # fmt: skip
-def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch, old, new, dtype, is_same):
+def test_an_edit_of_appendix_a_empties_the_cache_of_graphs(monkeypatch):
     """PyTorch's key has neither the text of an operator nor, in 2.11, the dtype. Ours has both."""
-    tags = []
-    for given in ("float32", dtype):
-        given = {"device": "cpu", "dtype": given, "val_every": 0}
+    script = train_gpt2.SCRIPT
+
+    def tag(old="", new="", dtype="float32") -> str:
+        monkeypatch.setattr(train_gpt2, "SCRIPT", script.replace(old, new))
+        given = {"device": "cpu", "dtype": dtype, "val_every": 0}
         train_gpt2.setup_process(Namespace(**train_gpt2.DEFAULTS | given))
-        tags.append(torch.compiler.config.cache_key_tag)
-        monkeypatch.setattr(train_gpt2, "SCRIPT", train_gpt2.SCRIPT.replace(old, new))
-    assert (tags[0] == tags[1]) == is_same
+        return torch.compiler.config.cache_key_tag
+
+    kernel = tag("log_sum - x_target", "log_sum - 2 * x_target")
+    backward = tag("return dx, dweight", "return 2 * dx, dweight")
+    assert len({tag(), tag(dtype="bfloat16"), kernel, backward}) == 4
+    assert tag() == tag("# Peak TFLOP", "# The peak TFLOP"), "an edit elsewhere"
