@@ -140,7 +140,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
     # The preset comes before what follows from other flags
     args, _ = decide({"quickstart": True, "log_dir": "nowhere", "seq_len": 32})
     found = (args.seq_len, args.val_every, args.schedule, args.device)
-    assert found == (32, 250, "linear", "cpu")
+    assert found == (32, 200, "linear", "cpu")
 
 
 @pytest.mark.parametrize("max_steps, exponent", [

@@ -133,9 +133,9 @@ IDEAS = [
     logits = 30 * torch.tanh(logits / 30)  # between -30 and 30
 """,
             "            return self.lm_head(x)[..., :V].float()": "            return 30 * torch.tanh(self.lm_head(x)[..., :V].float() / 30)",
-            """        # The kernel keeps one copy of the logits. PyTorch's loss also keeps some in float32
-        logits = config.vocab_size * (2 if triton and process.dtype == "bfloat16" else 16)
-""": """        logits = config.vocab_size * 16  # PyTorch's loss has copies in float32
+            """    # The kernel keeps one copy of the logits. PyTorch's loss also keeps some in float32
+    logit_width = 2 if triton and process.dtype == "bfloat16" else 16
+""": """    logit_width = 16  # PyTorch's loss has copies in float32
 """,
         },
     ),
@@ -160,7 +160,7 @@ IDEAS = [
         # A second table has a row for each pair of tokens, which some pairs share. It begins with
         # zeros, as it would otherwise add noise to the many pairs that are rare
         {
-            """            "h": nn.ModuleList(""": """            "pairs": skip_init(nn.Embedding, 5 * padded_vocab_size, C),
+            """            "h": nn.ModuleList(""": """            "pairs": skip_init(nn.Embedding, 5 * config.padded_vocab_size, C),
             "h": nn.ModuleList(""",
             """0.0 if name.endswith("bias") else""": """0.0 if name.endswith(("bias", "pairs.weight")) else""",
             "        x = x.to(self.residual_dtype)": """        previous = F.pad(idx[:, :-1], (1, 0))  # (B, T): the token before each token
