@@ -268,6 +268,11 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
     assert not dweight[V:].any() and (losses[targets >= 0] >= 0).all()
 
 
+def test_the_vocabulary_is_padded_to_a_multiple_of_128():
+    sizes = {1: 128, 128: 128, 129: 256, 50257: 50304}
+    assert {n: GPTConfig(vocab_size=n).padded_vocab_size for n in sizes} == sizes
+
+
 def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
     model = randomize(GPT(SMALL))
     text = prompt = random_tokens(3, 5)

@@ -178,8 +178,9 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     done = re.findall(r"(saved .*_\d+)\.pt|(sample) 0|(HellaSwag: 0\.7500)", out)
     done = ["".join(words).removeprefix("saved log/model_0000").partition(":")[0] for words in done]
     assert done == [*"024", "HellaSwag", "sample", *"67", "HellaSwag", "sample"]
-    Path("log/model_100000.pt").touch()
-    assert steps() == [6, 7, 100000], "in the order of numbers"
+    for step in (99999, 100000):
+        Path(f"log/model_{step}.pt").touch()
+    assert steps() == [6, 7, 99999, 100000], "in the order of numbers"
     log = train("--max_steps 3 --save_every 0", "never")
     assert "val" not in log and os.listdir("never") == ["log.txt"]
     out = capsys.readouterr().out
@@ -206,6 +207,9 @@ def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
     assert answers == [f"sample 0: {text}\nsample 1: {text}\n" for text in texts]
     tokens = [call.args[1][0].tolist() for call in generate.call_args_list]
     assert tokens == [[*b" one"], [256], [97, 256, 98]]
+    args.sample = False  # a run does not wait for a keyboard
+    train_gpt2.print_samples(GPT(SMALL), args, make_process())
+    assert generate.call_args.args[1][0].tolist() == [*b"-"]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])
