@@ -1,7 +1,7 @@
 """Draw the pictures of the pages, each for light and for dark backgrounds.
 
 `python tests/benchmarks/draw.py ideas` takes its data from results/, runs and quickstart from runs/.
-quickstart.log.txt is that of `train_gpt2.py --quickstart --val_every 10 --sample_every 10`.
+quickstart.log.txt is that of `train_gpt2.py --quickstart --val_every 40 --sample_every 40`.
 """
 
 import argparse
@@ -129,16 +129,16 @@ def draw_runs(theme: str):
 
 # ---- the quickstart -----------------------------------------------------------------------------
 
-SAMPLES = {  # step: how the quickstart's "sample 1" begins then, and where that stands (step, loss)
-    10: ("Return  el nlln ciogpre", (55, 3.72)),
-    60: ("Return tolesas tinod", (110, 3.14)),
-    250: ("Return the all call dent obj", (285, 2.4)),
-    1250: ("Return the response used", (420, 1.05)),
+SAMPLES = {  # step: what the quickstart writes then, and where that stands (step, loss)
+    40: ("Return cre___m__s", (62, 6.35)),
+    80: ("Return the currently", (104, 5.5)),
+    200: ("Return the file object", (226, 4.95)),
+    800: ("Return a string, or None", (330, 3.45)),
 }
-GUESSES = {  # what losses mean: how many bytes one would choose from, and where the text stands
-    257: ("like a guess among 257", 1262, -0.18),
-    16: ("among 16", 1262, 0.2),
-    4: ("among 4", 360, 0.2),
+GUESSES = {  # what losses mean: how many tokens one would choose from, and where the text stands
+    2048: ("like a guess among 2,048", 792, -0.17),
+    300: ("among 300", 792, 0.17),
+    48: ("among 48", 225, 0.17),
 }
 
 
@@ -157,9 +157,9 @@ def draw_quickstart(theme: str):
         when = write(ax, *place, f"step {step:,}", accent, weight="bold")
         sample = ax.annotate(text, (1, 0.5), (14, 0), xycoords=when, textcoords="offset points")
         sample.set(color=ink, fontsize=23, va="center", family="DejaVu Sans Mono")
-    write(ax, 55, 4.65, "From noise to words", ink, weight="bold", fontsize=32)
-    ax.set(xlabel="steps of training", ylabel="loss: surprise per byte")
-    ax.set(xlim=(-15, 1275), ylim=(0.7, 5.65), xticks=range(0, 1251, 250), yticks=range(1, 6))
+    write(ax, 225, 6.95, "From noise to words", ink, weight="bold", fontsize=32)
+    ax.set(xlabel="steps of training", ylabel="loss: surprise per token")
+    ax.set(xlim=(-10, 822), ylim=(3.2, 7.9), xticks=range(0, 801, 200), yticks=range(4, 8))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     return figure
 
