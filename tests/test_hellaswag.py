@@ -11,7 +11,8 @@ import subprocess
 import sys
 from http.client import IncompleteRead
 from itertools import product
-from unittest.mock import Mock
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import tiktoken
@@ -159,6 +160,10 @@ def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch)
         hellaswag.fetch()
     assert answers.call_args.args == (hellaswag.URL,) and answers.call_args.kwargs["timeout"] > 0
     assert not list(tmp_path.glob("new/*"))
+    write = Path.write_bytes
+    with patch.object(Path, "write_bytes", autospec=True, side_effect=write) as write_bytes:
+        hellaswag.fetch()
+    assert write_bytes.call_args.args[0] != hellaswag.FILE, "a kill would leave a part of it"
     assert list(hellaswag.iterate_examples("val")) == [{}] == list(hellaswag.iterate_examples())
 
 
