@@ -647,15 +647,16 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     command += " --val_every 0" * (count_tokens(meta, "val") == 0)  # --val_share is 0
     command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
     command += f" --prompt {shlex.quote(prompt)}"
-    if meta["vocab_size"] <= 2**13:  # few enough for a CPU
-        # All of the validation text, if that is possible: it is in the order of the files
-        val_tokens = min(count_tokens(meta, "val"), 500_000)
-        return f"next: {command} --quickstart --val_tokens {val_tokens}"
+    # All of the validation text, if that is possible: it is in the order of the files
+    val_tokens = min(count_tokens(meta, "val"), 500_000)
+    on_cpu = f"next: {command} --quickstart --val_tokens {val_tokens}"
     command += " --optimizer muon"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
         return f"next: {command} --max_steps {round((4 * train / 27.5) ** 0.5)}"
     command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
+    if meta["vocab_size"] <= 2**13:  # few enough for a CPU
+        return f"{on_cpu}\nor, on a GPU: {command}"
     return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {command}"
 
 
