@@ -264,6 +264,7 @@ def test_every_parameter_has_one_optimizer(optimizer):
     model = GPT(SMALL)
     model.transformer.h.append(train_gpt2.Block(SMALL))
     model.transformer.h[-1].mlp.c_fc = torch.nn.Linear(32, 96)
+    model.transformer.h[-1].table = torch.nn.Embedding(7, 32)
     model.head = torch.nn.Linear(32, 384, bias=False)
     model.gate = torch.nn.Parameter(torch.ones(2))
     model.position_bias = torch.nn.Parameter(torch.ones(2, 16))
