@@ -274,3 +274,11 @@ def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards)
         assert result.returncode == 0 and "sample 0: Hello?" in result.stdout, result.stderr
     log = read_log()
     assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 2, 4]
+
+
+def test_one_process_of_all_machines_prints(monkeypatch, capsys):
+    for rank in ("0", "8"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        train_gpt2.print0(f"of process {rank}")
+    assert capsys.readouterr().out == "of process 0\n"

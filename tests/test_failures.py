@@ -54,7 +54,8 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     status, _, err = run("--max_steps 1 --batch_size 8 --overwrite", processes=2, patch=patch)
     assert status != 0 and "ZeroDivisionError" in err
     assert contents("log") == old
-    assert main("--overwrite --max_steps 1") == 0
+    assert main("--overwrite --max_steps 1 --total_batch_size 128") == 0
+    assert re.findall(r"total_batch_size (.*)", Path("log/log.txt").read_text()) == ["128"]
     assert contents("log").keys() == {"log.txt", "model_00000.pt", "model_00001.pt"}
     assert list(read_log()["train"]) == [0]
 
