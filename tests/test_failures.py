@@ -1,6 +1,7 @@
 """Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import math
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
