@@ -59,6 +59,8 @@ def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeyp
     assert re.findall(r"total_batch_size (.*)", Path("log/log.txt").read_text()) == ["128"]
     assert contents("log").keys() == {"log.txt", "model_00000.pt", "model_00001.pt"}
     assert list(read_log()["train"]) == [0]
+    assert main("--resume --max_steps 2 --total_batch_size 128") == 0
+    assert steps() == [1, 2], "--overwrite is a command, and not a flag of the run"
 
 
 def test_a_sample_of_the_quickstart_needs_no_data(shards, monkeypatch, refused, capsys):
