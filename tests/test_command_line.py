@@ -39,7 +39,8 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
     assert main("--help") == 0
 
 
-def test_a_command_without_flags_is_gpt_3s_recipe_for_10_billion_tokens():
+def test_a_command_without_flags_is_gpt_3s_recipe_for_10_billion_tokens(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where no run lies, as after a quickstart in this folder
     args = defaults()
     names = (args.model, args.optimizer, args.schedule, args.data_dir)
     assert names == ("d12", "adamw", "cosine", "edu_fineweb10B")
