@@ -99,7 +99,7 @@ def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
     tokens = [bytes([byte]) for byte in range(256)] + [bytes.fromhex(token) for token in others]
     return tiktoken.Encoding(
         name,
-        pat_str=WORD if others else "(?s).{1,64}",  # bytes never merge, so any division is right
+        pat_str=WORD,
         mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
         special_tokens={"<|endoftext|>": len(tokens)},  # the last one
     )
