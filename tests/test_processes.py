@@ -75,9 +75,9 @@ def test_any_number_of_processes_makes_the_run_of_one(start, optimizer, processe
     one, samples = start(1, flags)
     found, its_samples = start(processes, f"{flags} --batch_size {B}", also=OWN)
     logs = read_log(one), read_log(found)
-    assert list(logs[0]["val"]) == [0, 10, 20] and list(logs[0]["hella"]) == [10, 20]
+    assert list(logs[0]["val"]) == [0, 10, 20] and list(logs[0]["hella"]) == [0, 10, 20]
     assert_close(*logs, tolerance={"adamw": 5e-6, "muon": 2e-3}[optimizer])
-    assert samples == its_samples and len(samples) == 4
+    assert samples == its_samples and len(samples) == 6
     saved = load(one, 20), load(found, 20)
     a, b = (leaves(each | {"args": None}) for each in saved)
     assert a.keys() == b.keys()

@@ -27,7 +27,6 @@ RUNS = {
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
     'train_gpt2.py --quickstart --data_dir mine_2048 --log_dir log/mine_2048 --prompt "The"': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
-    "train_gpt2.py --init_from log/mine_2048 --max_steps 0 --val_tokens 1000000000": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --sample --init_from log": "",

@@ -36,15 +36,12 @@ def llm_c(*header: int, tokens=999) -> bytes:
 
 MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
 MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}, "script": ""}
-MORE = MODEL | {"model": MODEL["model"] | {"x": torch.ones(1)}}
-OTHERS = MODEL | {"model": MODEL["model"] | {"transformer.ln_f.bias": torch.ones(1)}}
 RUN = MODEL | {"args": {"model": "test", "seq_len": 16, "total_batch_size": 256}}
 RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
-BIN = "is no .bin shard of version 1, or was cut short"
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
 REFUSED = {
@@ -55,12 +52,10 @@ REFUSED = {
     "no such device": (f"--device {NO_DEVICE}", {}, f"--device {NO_DEVICE}: found c"),
     "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
-    "no batch": ("--total_batch_size 0", {}, "--total_batch_size 0: expected at least one sequence"),
+    "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
     "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
     "resume and overwrite": ("--resume --overwrite", {}, "use only one of --resume, "),
     "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
-    "more weights": ("--init_from x.pt", {"x.pt": saved(MORE)}, "loading state_dict for GPT: Unexpected key(s) in state_dict: "),
-    "weights of another shape": ("--init_from x.pt", {"x.pt": saved(OTHERS)}, "loading state_dict for GPT: size mismatch for transformer.ln_f.bias"),
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
     "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "x.pt was made with model test, not d6"),
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
@@ -70,16 +65,13 @@ REFUSED = {
     "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "File exists: 'data/meta.json'"),
-    "an export onto a file": (f"--init_from x.pt --export_hf {META}", {"x.pt": saved(MODEL)}, "--export_hf: expected a folder, found a file"),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
     "an empty .npy": ("", {SHARD: b""}, "train_000002.npy cannot be loaded"),
     "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
-    "version 2": ("", {"data/a_train.bin": llm_c(20240520, 2, 999)}, BIN),
-    "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, BIN),
-    "32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
+    "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
     "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
@@ -89,9 +81,8 @@ REFUSED = {
     "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
     "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
-    "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
+    "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy has tokens beyond 256"),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
-    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is no JSON: "),
 }  # fmt: skip
 GPT2 = np.arange(999, dtype=np.uint16)
 NANOGPT = {"nano/train.bin": GPT2.tobytes(), "nano/val.bin": GPT2.tobytes()}  # without a header

@@ -27,7 +27,7 @@ IDEAS = [
         # sines are made with the block: computing them in each step would slow it. The speeds end
         # at 1/10000, as in modded-nanogpt; those of the paper end one pair earlier
         {
-            """            "wpe": skip_init(nn.Embedding, config.block_size, C),  # position embeddings
+            """            "wpe": nn.Embedding(config.block_size, C),  # position embeddings
 """: "",
             """        pos = torch.arange(idx.size(1), device=idx.device)  # (T,)
         # What a token is and where it stands are added up in the same C channels
@@ -87,12 +87,12 @@ IDEAS = [
         # Three matrices of 8/3 C * C have as many weights as two of 4 C * C. A c_gate of its own
         # is drawn by its own name, and Muon makes it orthogonal by itself
         {
-            """        self.c_fc = skip_init(nn.Linear, config.n_embd, 4 * config.n_embd)  # 4 C, as in GPT-2
-        self.c_proj = skip_init(nn.Linear, 4 * config.n_embd, config.n_embd)
+            """        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)  # 4 C, as in GPT-2
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 """: """        hidden = 64 * round(config.n_embd / 24)  # about 8/3 C
-        self.c_fc = skip_init(nn.Linear, config.n_embd, hidden)
-        self.c_gate = skip_init(nn.Linear, config.n_embd, hidden)
-        self.c_proj = skip_init(nn.Linear, hidden, config.n_embd)
+        self.c_fc = nn.Linear(config.n_embd, hidden)
+        self.c_gate = nn.Linear(config.n_embd, hidden)
+        self.c_proj = nn.Linear(hidden, config.n_embd)
 """,
             """        # GPT-2 was trained with the tanh approximation of GELU
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
@@ -105,9 +105,9 @@ IDEAS = [
         "Chowdhery et al. 2022, arXiv:2204.02311",
         # With one loop for all layers, a layer that another idea adds has no bias either
         {
-            "        self.lm_head = skip_init(": """        for layer in self.transformer.modules():
+            "        self.lm_head = nn.Linear(": """        for layer in self.transformer.modules():
             layer.register_parameter("bias", None)
-        self.lm_head = skip_init(""",
+        self.lm_head = nn.Linear(""",
         },
     ),
     Idea(
@@ -160,7 +160,7 @@ IDEAS = [
         # A second table has a row for each pair of tokens, which some pairs share. It begins with
         # zeros, as it would otherwise add noise to the many pairs that are rare
         {
-            """            "h": nn.ModuleList(""": """            "pairs": skip_init(nn.Embedding, 5 * config.padded_vocab_size, C),
+            """            "h": nn.ModuleList(""": """            "pairs": nn.Embedding(5 * config.padded_vocab_size, C),
             "h": nn.ModuleList(""",
             """0.0 if name.endswith("bias") else""": """0.0 if name.endswith(("bias", "pairs.weight")) else""",
             "        x = x.to(self.residual_dtype)": """        previous = F.pad(idx[:, :-1], (1, 0))  # (B, T): the token before each token
@@ -174,8 +174,8 @@ IDEAS = [
         "Qiu et al. 2025, arXiv:2505.06708",
         # A head can write nothing, where softmax alone makes it attend to something
         {
-            "        self.c_proj = skip_init(nn.Linear, config.n_embd, config.n_embd)": """        self.c_gate = skip_init(nn.Linear, config.n_embd, config.n_head)
-        self.c_proj = skip_init(nn.Linear, config.n_embd, config.n_embd)""",
+            "        self.c_proj = nn.Linear(config.n_embd, config.n_embd)": """        self.c_gate = nn.Linear(config.n_embd, config.n_head)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)""",
             "        y = y.transpose(1, 2).reshape(B, T, C)": """        y = y.transpose(1, 2) * self.c_gate(x).sigmoid()[..., None]  # (B, T, nh, hs)
         y = y.reshape(B, T, C)""",
         },
