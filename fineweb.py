@@ -650,14 +650,18 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     # All of the validation text, if that is possible: it is in the order of the files
     val_tokens = min(count_tokens(meta, "val"), 500_000)
     on_cpu = f"next: {command} --quickstart --val_tokens {val_tokens}"
-    command += " --optimizer muon"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
-        return f"next: {command} --max_steps {round((4 * train / 27.5) ** 0.5)}"
-    command += f" --model d6 --seq_len 256 --total_batch_size 16384 --max_steps {train // 4096 + 1}"
+        return f"next: {command} --optimizer muon --max_steps {round((4 * train / 27.5) ** 0.5)}"
+    epochs = 4
+    on_gpu = f"{command} --optimizer muon --model d6 --seq_len 256"
+    if args.tokenizer == "gpt2":  # OpenAI's model knows the language already
+        epochs = 3
+        on_gpu = f"{command} --init_from gpt2"
+    on_gpu += f" --total_batch_size 16384 --max_steps {epochs * train // 16384 + 1}"
     if meta["vocab_size"] <= 2**13:  # few enough for a CPU
-        return f"{on_cpu}\nor, on a GPU: {command}"
-    return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {command}"
+        return f"{on_cpu}\nor, on a GPU: {on_gpu}"
+    return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {on_gpu}"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:

@@ -695,7 +695,7 @@ def test_what_to_run_next_suits_the_amount():
     d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245"
     for tokenizer, train, expected in (
         ("bytes", 10**6, f"{prompt} --quickstart --val_tokens 100000"),
-        ("gpt2", 10**6, d6),
+        ("gpt2", 10**6, f"{prompt} --init_from gpt2 --total_batch_size 16384 --max_steps 184"),
         ("gpt2", 10**8, f"{prompt} --optimizer muon --max_steps 3814"),  # of 2**17 tokens: 5 epochs
         ("gpt2", 2_499_999_999, f"{prompt} --optimizer muon --max_steps 19069"),
         ("gpt2", 10**10, ""),
@@ -708,7 +708,7 @@ def test_what_to_run_next_suits_the_amount():
         assert first.endswith(f": python train_gpt2.py --data_dir 'a d/m'{expected}")
         on_gpu = [f"or, on a GPU: python train_gpt2.py --data_dir 'a d/m'{d6}"]
         assert others == on_gpu * (tokenizer == "bytes")
-        assert ("--tokenizer 2048" in line) == ("d6" in expected), "d6 is too slow for a CPU"
+        assert ("--tokenizer 2048" in line) == ("gpt2" in expected), "it is too slow for a CPU"
     meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
     assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, meta, "A")
     args = fineweb.parse_args(["--files", "x", "--out", ".", "--tokenizer", "8192"])
