@@ -34,7 +34,7 @@ RUNS = {
     "train_gpt2.py --init_from log --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
 }
-TUNE = "--init_from gpt2 --data_dir mine --log_dir log/tuned --total_batch_size 16384"
+TUNE = "--data_dir mine --log_dir log/mine --init_from gpt2 --total_batch_size 16384"
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
 NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")

@@ -130,6 +130,7 @@ def draw_runs(theme: str):
 # ---- the quickstart -----------------------------------------------------------------------------
 
 SAMPLES = {  # step: what the quickstart writes then, and where that stands (step, loss)
+    0: ("Return run run figML", (28, 7.4)),
     40: ("Return cre___m__s", (62, 6.35)),
     80: ("Return the currently", (104, 5.5)),
     200: ("Return the file object", (226, 4.95)),
@@ -157,7 +158,7 @@ def draw_quickstart(theme: str):
         when = write(ax, *place, f"step {step:,}", accent, weight="bold")
         sample = ax.annotate(text, (1, 0.5), (14, 0), xycoords=when, textcoords="offset points")
         sample.set(color=ink, fontsize=23, va="center", family="DejaVu Sans Mono")
-    write(ax, 225, 6.95, "From noise to words", ink, weight="bold", fontsize=32)
+    write(ax, 225, 6.88, "From noise to words", ink, weight="bold", fontsize=32)
     ax.set(xlabel="steps of training", ylabel="loss: surprise per token")
     ax.set(xlim=(-10, 822), ylim=(3.2, 7.9), xticks=range(0, 801, 200), yticks=range(4, 8))
     ax.xaxis.set_major_formatter("{x:,.0f}")
