@@ -242,6 +242,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS, "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
+    monkeypatch.setattr(train_gpt2, "MODEL_FLAGS", {*train_gpt2.MODEL_FLAGS, "width"})
     assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0
     assert main("--log_dir new --max_steps 1 --width 6") == 0

@@ -357,6 +357,7 @@ NO_GPT2 = "does not compute as a GPT-2 does, see its config.json: "
     ({}, "is llama with 257 tokens, expected gpt2"), ({"vocab_size": 300}, ": expected gpt2 ... "),
     ({"activation_function": "relu"}, NO_GPT2),
     ({"scale_attn_by_inverse_layer_idx": True}, NO_GPT2), ({"scale_attn_weights": False}, NO_GPT2),
+    ({"tie_word_embeddings": False}, NO_GPT2), ({"layer_norm_epsilon": 1e-2}, NO_GPT2),
 ])  # fmt: skip
 def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     if change:

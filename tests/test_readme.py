@@ -40,7 +40,7 @@ NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  #
 NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
 NOT_RUN |= {f"train_gpt2.py {FIRST}", f"train_gpt2.py {TUNE} --max_steps 55"}
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
-FIELDS = '> tokenizer: str = "gpt2"\n'
+FIELDS = ">tokens behind the name, in hex\n"
 CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),

@@ -143,11 +143,11 @@ IDEAS = [
         "grouped queries",
         "Ainslie et al. 2023, arXiv:2305.13245",
         {
-            "        self.sizes = [config.n_embd] * 3  # the channels of q, k and v, of all heads": """        # A third of the heads, 4 of 12, for keys and values, or the next divisor below
+            "        self.qkv_sizes = [config.n_embd] * 3  # the channels of q, k and v, of all heads": """        # A third of the heads, 4 of 12, for keys and values, or the next divisor below
         third = max(1, self.n_head // 3)
         self.n_kv_head = max(n for n in range(1, third + 1) if self.n_head % n == 0)
         kv_size = self.n_kv_head * config.n_embd // self.n_head
-        self.sizes = [config.n_embd, kv_size, kv_size]  # the channels of q, k and v""",
+        self.qkv_sizes = [config.n_embd, kv_size, kv_size]  # the channels of q, k and v""",
             "dim=2)  # (B, T, C) each": "dim=2)  # (B, T, C), and fewer channels for k and v",
             "k = k.view(B, T, self.n_head, hs)": "k = k.view(B, T, self.n_kv_head, hs)",
             "v = v.view(B, T, self.n_head, hs)": "v = v.view(B, T, self.n_kv_head, hs)",

@@ -119,6 +119,6 @@ def test_each_idea_learns_resumes_and_is_no_false_gpt2(idea, tmp_path, monkeypat
     broken = break_off(whole, tmp_path / "broken", 3)
     assert run(changed, *flags, "--log_dir", broken, "--resume") == 0
     assert_same_run(whole, broken)
-    with pytest.raises((SystemExit, RuntimeError), match="^2$|load.* state_dict"):
+    with pytest.raises((SystemExit, RuntimeError), match=r"^2$|load.* state_dict"):
         changed.main(["--init_from", str(whole), "--export_hf", str(folder)])
     assert not folder.exists()
