@@ -123,10 +123,10 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     monkeypatch.setattr(train_gpt2, "get_tokenizer", lambda name: "tokenizer")
     for every, expected in ((5, True), (0, False), (None, hella)):
         given = {} if every is None else {"hellaswag_every": every}
-        *_, examples = train_gpt2.open_data(defaults(**nothing | given), {}, process)
-        assert (examples == "examples") == expected
+        _, data = train_gpt2.open_data(defaults(**nothing | given), {}, process)
+        assert (data.hellaswag == "examples") == expected
     monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
-    assert train_gpt2.open_data(defaults(**nothing), {}, process)[3] is None
+    assert train_gpt2.open_data(defaults(**nothing), {}, process)[1].hellaswag is None
     assert torch.get_float32_matmul_precision() == precision
 
 

@@ -166,7 +166,7 @@ def test_one_process_makes_or_downloads_what_all_need(shards):
 
 
 @pytest.mark.parametrize("difference", [
-    "train_gpt2.list_checkpoints = lambda log_dir: []", "flags += ['--max_lr', '0.02']",
+    "flags += ['--log_dir', 'elsewhere']", "flags += ['--max_lr', '0.02']",
     "flags += ['--dtype', 'bfloat16']", "flags += ['--data_dir', 'other']",
 ])  # fmt: skip
 def test_processes_that_differ_stop(shards, difference):

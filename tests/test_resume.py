@@ -338,3 +338,10 @@ def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(shards, ref
         before = contents("log")
         assert refused(f"{newest} cannot be loaded", "--resume")
         assert contents("log") == before
+
+
+def test_a_log_without_a_checkpoint_is_not_emptied(shards, refused):
+    assert main("--max_steps 1 --save_every 0") == 0
+    before = contents("log")
+    assert refused("log has a log.txt, but no checkpoint to resume", "--resume")
+    assert contents("log") == before
