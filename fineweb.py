@@ -724,10 +724,10 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
         size, prompt = look(args, meta)
         if train * size < 10**5:
-            print("this is too little to learn from: a model needs 100 KB of text or more")
+            print("this is too little to learn from: a model needs 120 KB of text or more")
         if args.tokenizer != "bytes":
             print(f"a token has {size:.2f} bytes")
-        if args.tokenizer == "gpt2" and size < 3:  # English has 4.6
+        if args.tokenizer == "gpt2" and size < 3:  # English has 3.4 to 4.6
             print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
             words = sys.argv[1:] if argv is None else argv
             better = shlex.join([*words, "--out", f"{args.out}_4096"])  # of two, the last counts

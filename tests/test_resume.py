@@ -285,7 +285,7 @@ def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patc
 
 def test_a_second_ctrl_c_ends_the_run_at_once(shards):
     status, _, err = run("--max_steps 8", patch=signal_in(5, "SIGINT", times=2))
-    assert status == -signal.SIGINT and "saving after the next step" in err and not steps()
+    assert status == -signal.SIGINT and "saving after this step" in err and not steps()
 
 
 @pytest.mark.slow
