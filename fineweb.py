@@ -153,7 +153,7 @@ def begin(path: str, size: int, text_key: str) -> None:
     with naming(path), open(path, "rb") as file:
         if not re.search(r"(?i)\.parquet$", path):
             start = unpack(file, os.path.splitext(path.lower())[1]).read(2**16)
-            require(b"\0" not in start, "it is not text in UTF-8, or has to be unpacked first")
+            require(b"\0" not in start, "it is packed, or not in UTF-8 (save UTF-16 as UTF-8)")
         if DATA.search(path):
             first = next(
                 read_file(path, size, text_key), None
@@ -252,6 +252,10 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
     from pyarrow import csv as arrow
     from pyarrow import string
 
+    header = file.peek(1000).partition(b"\n")[0].decode("utf-8-sig", errors="replace")
+    columns = next(csv.reader([header], delimiter=delimiter))
+    found = f"found the columns {columns}, divided by {delimiter!r}"
+    require(text_key in columns, f"{found}, expected {text_key}: see --text_key")
     if delimiter == "," and file.seekable():  # PyArrow would take all behind an open quote as text
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         csv.field_size_limit(2**31 - 1)  # bytes of a cell
@@ -259,12 +263,10 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
             last = row
         require(last == ["the end"], "a quote begins a cell and is never closed")
         text.detach().seek(0)
-    header = file.peek(1000).partition(b"\n")[0]
     quote = False if delimiter == "\t" else '"'  # in a .tsv, a quote is a character like others
     parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
     convert = arrow.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
-    with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
-        blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
+    blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
     for rows in blocks:
         yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
 
@@ -285,7 +287,7 @@ def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str | Non
     texts = [""]
     for number, line in enumerate(lines, first):
         if not line.isspace():
-            with naming(f"line {number}: {expected}, found {line[:50]!r}; mend it to continue"):
+            with naming(f"line {number}: {expected}, found {line[:50]!r}"):
                 text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
                 text = None if text is None else re.sub("[\ud800-\udfff]", "\ufffd", text)
@@ -653,12 +655,14 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
         return f"next: {command} --optimizer muon --max_steps {round((4 * train / 27.5) ** 0.5)}"
-    epochs = 4
+    steps = 4 * train // 16384 + 1  # four epochs
     on_gpu = f"{command} --optimizer muon --model d6 --seq_len 256"
-    if args.tokenizer == "gpt2":  # OpenAI's model knows the language already
-        epochs = 3
+    if args.tokenizer == "gpt2":  # OpenAI's model knows English already
+        steps = 3 * train // 16384 + 1
         on_gpu = f"{command} --init_from gpt2"
-    on_gpu += f" --total_batch_size 16384 --max_steps {epochs * train // 16384 + 1}"
+    on_gpu += f" --total_batch_size 16384 --max_steps {steps}"
+    if count_tokens(meta, "val"):  # to see whether the texts are learnt by heart
+        on_gpu += f" --val_every {steps // 10 + 1}"
     if meta["vocab_size"] <= 2**13:  # few enough for a CPU
         return f"{on_cpu}\nor, on a GPU: {on_gpu}"
     return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {on_gpu}"
