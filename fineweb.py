@@ -252,21 +252,20 @@ def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator
     from pyarrow import csv as arrow
     from pyarrow import string
 
-    header = file.peek(1000).partition(b"\n")[0].decode("utf-8-sig", errors="replace")
-    columns = next(csv.reader([header], delimiter=delimiter))
-    found = f"found the columns {columns}, divided by {delimiter!r}"
-    require(text_key in columns, f"{found}, expected {text_key}: see --text_key")
     if delimiter == "," and file.seekable():  # PyArrow would take all behind an open quote as text
         text = io.TextIOWrapper(file, "utf-8-sig", newline="")
         csv.field_size_limit(2**31 - 1)  # bytes of a cell
         for row in csv.reader(chain(text, ["\n", "the end"])):
             last = row
-        require(last == ["the end"], "a quote begins a cell and is never closed")
+        found = "a quote begins a cell and is never closed, or commas do not divide the cells"
+        require(last == ["the end"], found)
         text.detach().seek(0)
+    header = file.peek(1000).partition(b"\n")[0]
     quote = False if delimiter == "\t" else '"'  # in a .tsv, a quote is a character like others
     parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
     convert = arrow.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
-    blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
+    with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
+        blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
     for rows in blocks:
         yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
 
@@ -660,6 +659,7 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     if args.tokenizer == "gpt2":  # OpenAI's model knows English already
         steps = 3 * train // 16384 + 1
         on_gpu = f"{command} --init_from gpt2"
+        on_gpu += " --seq_len 256" * (count_tokens(meta, "val") <= 1024)  # its context
     on_gpu += f" --total_batch_size 16384 --max_steps {steps}"
     if count_tokens(meta, "val"):  # to see whether the texts are learnt by heart
         on_gpu += f" --val_every {steps // 10 + 1}"

@@ -1,5 +1,6 @@
 """Promise 2: every window once an epoch, in an order that the hardware does not change."""
 
+import os
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -105,13 +106,16 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
     torch.testing.assert_close([*npy.batches(range(124))], [*bin.batches(range(124))])  # integers
 
 
-def test_a_shard_that_has_other_tokens_is_named_where_it_is_read(tmp_path):
+def test_a_shard_that_is_cut_short_or_has_other_tokens_is_named_where_it_is_read(tmp_path):
     folder = make_shards(tmp_path, [50, 30])
     np.save(folder / "x_train_1.npy", np.full(30, 50257, np.uint16))
     [loader] = make_loaders(folder, 8, shuffle=False)
-    assert len(next(loader.batches(range(6)))[0]) == 1
-    with pytest.raises(train_gpt2.UserError, match=r"x_train_1\.npy has tokens beyond 50256"):
-        next(loader.batches(range(6, 7)))
+    os.truncate(folder / "x_train_0.npy", 150)
+    assert len(next(loader.batches(range(1)))[0]) == 1
+    for window, name in ((1, "x_train_0"), (6, "x_train_1")):
+        message = rf"{name}\.npy was cut short, or has tokens beyond 50256"
+        with pytest.raises(train_gpt2.UserError, match=message):
+            next(loader.batches(range(window, window + 1)))
 
 
 def test_the_split_is_a_word_of_the_name(tmp_path):

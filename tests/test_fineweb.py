@@ -664,7 +664,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
         "a.csv",
         b"id;text\n1;A\n",
         "",
-        "found the columns ['id;text'], divided by ',', expected text",
+        "of b'id;text', divided by ',', --text_key text cannot",
     ),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
@@ -698,13 +698,10 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
 def test_what_to_run_next_suits_the_amount():
     prompt = " --log_dir log/m --prompt 'A b'"
     d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245 --val_every 25"
+    tune = f"{prompt} --init_from gpt2 --total_batch_size 16384 --max_steps 184 --val_every 19"
     for tokenizer, train, expected in (
         ("bytes", 10**6, f"{prompt} --quickstart --val_tokens 100000"),
-        (
-            "gpt2",
-            10**6,
-            f"{prompt} --init_from gpt2 --total_batch_size 16384 --max_steps 184 --val_every 19",
-        ),
+        ("gpt2", 10**6, tune),
         ("gpt2", 10**8, f"{prompt} --optimizer muon --max_steps 3814"),  # of 2**17 tokens: 5 epochs
         ("gpt2", 2_499_999_999, f"{prompt} --optimizer muon --max_steps 19069"),
         ("gpt2", 10**10, ""),
@@ -719,7 +716,8 @@ def test_what_to_run_next_suits_the_amount():
         assert others == on_gpu * (tokenizer == "bytes")
         assert ("--tokenizer 2048" in line) == ("gpt2" in expected), "it is too slow for a CPU"
     meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
-    assert "'a d/m' --val_every 0 --log" in fineweb.suggest(args, meta, "A")
+    line = fineweb.suggest(args, meta, "A")
+    assert "'a d/m' --val_every 0 --log" in line and "--init_from gpt2 --seq_len 256" in line
     args = fineweb.parse_args(["--files", "x", "--out", ".", "--tokenizer", "8192"])
     for vocab_size, is_small in ((8192, True), (8193, False)):
         line = fineweb.suggest(args, meta | {"vocab_size": vocab_size}, "A")

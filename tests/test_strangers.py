@@ -71,6 +71,7 @@ REFUSED = {
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
     "an empty .npy": ("", {SHARD: b""}, "train_000002.npy cannot be loaded"),
     "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
+    "32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
@@ -81,7 +82,8 @@ REFUSED = {
     "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
     "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
-    "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy has tokens beyond 256"),
+    "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
+    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is no JSON: "),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
 }  # fmt: skip
 GPT2 = np.arange(999, dtype=np.uint16)
