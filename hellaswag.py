@@ -47,8 +47,9 @@ FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 BATCH_TOKENS = {"cuda": 2**13, "mps": 2**12, "cpu": 2**10}  # in a forward pass
 
 
-class UserError(ValueError):
-    """A mistake that the user can put right. The command line prints it as one line."""
+class UserError(OSError):
+    """A mistake that the user can put right, mostly in a file. train_gpt2.py prints it as one line,
+    like any OSError, and so does the command line below."""
 
 
 def require(condition, message) -> None:
@@ -173,7 +174,7 @@ def load(path, tokenizer, block_size, convention="build-nanogpt", limit=None) ->
             if convention == "harness":
                 lengths[-4:] = data["characters"]
             labels.append(label)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (UserError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{path}: example {len(labels) + 1} is malformed ({error!r})") from error
     require(labels, f"{path} holds no examples")
     # Rows are parts of two large tensors, because 80,000 small ones would take a second
@@ -285,7 +286,7 @@ def main(argv=None) -> None:
     """Run the command line, and exit with 2 after a mistake that the user can put right."""
     try:
         run(argv)
-    except (UserError, OSError) as error:
+    except OSError as error:
         print("hellaswag.py:", *str(error).split(), file=sys.stderr)  # one line
         sys.exit(2)
 

@@ -118,6 +118,15 @@ def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, na
     assert contents("log") == old
 
 
+def test_a_damaged_hellaswag_deletes_nothing(old, monkeypatch, refused, tmp_path):
+    path = tmp_path / "hellaswag_val.jsonl"
+    path.write_text('{"ctx": "a"}\n')
+    monkeypatch.setattr("hellaswag.fetch", lambda: path)
+    flags = "--overwrite --max_steps 4 --hellaswag_every 4"
+    assert refused("hellaswag_val.jsonl: example 1 is malformed", flags)
+    assert contents("log") == old
+
+
 @pytest.mark.parametrize("flags, left", [
     ("--overwrite --max_steps 3", [3]), ("--overwrite --max_steps 3 --save_every 0", []),
     ("--resume --max_steps 5 --save_every 1 --keep 1", [5]),

@@ -71,7 +71,7 @@ REFUSED = {
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
     "an empty .npy": ("", {SHARD: b""}, "train_000002.npy cannot be loaded"),
     "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
-    "32 bits in a .bin": ("", {"data/a_train.bin": (99 * np.arange(3000, dtype=np.int32)).tobytes()}, "a_train.bin holds tokens of 32 bits"),
+    "32 bits in a .bin": ("", {"data/a_train.bin": llm_c(20240801, 7, 999)}, "a_train.bin holds tokens of 32 bits"),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
