@@ -128,7 +128,7 @@ IDEAS = [
             """    # Appendix A is faster. To change the loss, delete this `if`, as .github/RECIPES.md explains
     if triton and x.is_cuda and x.dtype == torch.bfloat16:
         return fused_loss(x, weight, targets, V)[0]
-    logits = F.linear(x, weight)[:, :V].float()  # (N, V), without the padding: the largest tensor
+    logits = F.linear(x, weight)[:, :V].float()  # (N, V), without the padding
 """: """    logits = F.linear(x, weight)[:, :V].float()  # (N, V)
     logits = 30 * torch.tanh(logits / 30)  # between -30 and 30
 """,
