@@ -54,7 +54,7 @@ REFUSED = {
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
     "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
-    "resume and overwrite": ("--resume --overwrite", {}, "use only one of --resume, "),
+    "resume and overwrite": ("--resume --overwrite", {"log/model_00002.pt": saved(RUN)}, "use only one of --resume, "),
     "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
     "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "x.pt was made with model test, not d6"),
