@@ -115,6 +115,8 @@ def draw_runs(theme: str):
             ax.plot(read, losses, color=color, linewidth=5)
             end = losses[-1]
             if (label, length) == ("AdamW", "small"):
+                ax.plot(read[-1], end, "o", color=color, ms=10, mec=paper, mew=2.5, zorder=3)
+                write(ax, 1.07 * read[-1], end + 0.06, f"{end:.3f} this run", color)
                 end = BEST_ADAMW
                 label = "AdamW, best"
             ax.plot(read[-1], end, "o", color=color, ms=14, mec=paper, mew=2.5, zorder=3)
