@@ -269,3 +269,12 @@ def test_a_machine_may_die_and_come_back(shards):
     assert statuses == [0, 0, 0] and out.count("done: ") == 1, out
     assert out.count("on 3 x cpu") == 2 and out.count("on 2 x cpu") == 1, out
     assert_close(read_log("one"), read_log("three"), tolerance=5e-6)
+
+
+def test_one_process_reads_prompts(shards):
+    """Several that read lines from one keyboard would lose some of them."""
+    assert main("--max_steps 1") == 0
+    patch = "import io; sys.stdin = None if rank else io.StringIO('one\\ntwo\\n')"
+    flags = "--sample --init_from log --num_samples 1 --prompt -"
+    status, out, err = run(flags, processes=2, patch=patch)
+    assert status == 0 and out.count("sample 0: one") == out.count("sample 0: two") == 1, err
