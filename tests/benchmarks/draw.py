@@ -141,7 +141,7 @@ SAMPLES = {  # step: what the quickstart writes then, and where that stands (ste
 GUESSES = {  # what losses mean: how many tokens one would choose from, and where the text stands
     2048: ("like a guess among 2,048", 792, 0.17),
     300: ("among 300", 792, 0.17),
-    48: ("among 48", 225, 0.17),
+    47: ("among 47", 225, 0.17),
 }
 
 
