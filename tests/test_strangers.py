@@ -53,7 +53,7 @@ REFUSED = {
     "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
-    "sample of nothing": ("--sample", {}, "--init_from log: expected gpt2 ... "),
+    "sample of nothing": ("--sample", {}, "log has no checkpoint: name a model by --init_from"),
     "resume and overwrite": ("--resume --overwrite", {"log/model_00002.pt": saved(RUN)}, "use only one of --resume, "),
     "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
