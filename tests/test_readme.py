@@ -24,7 +24,6 @@ RUNS = {
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class" --temperature 0.8': "",
     "train_gpt2.py --quickstart --total_batch_size 4096 --max_steps 200 --log_dir log/large": SMALL,
-    "fineweb.py --files texts --out mine": "--tokenizer bytes",
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
     'train_gpt2.py --quickstart --data_dir mine_2048 --log_dir log/mine_2048 --prompt "The"': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
@@ -35,11 +34,10 @@ RUNS = {
     "train_gpt2.py --init_from log --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
 }
-TUNE = "--data_dir mine --log_dir log/mine --init_from gpt2 --total_batch_size 16384"
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
 NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
-NOT_RUN |= {f"train_gpt2.py {FIRST}", f"train_gpt2.py {TUNE} --max_steps 55 --val_every 6"}
+NOT_RUN.add(f"train_gpt2.py {FIRST}")
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = ">and then for your own tokenizer its tokens, in hex\n"
 CHANGES = {
