@@ -1,5 +1,6 @@
 """What the tests share: the data folder, tiny shards, and one way to start a tiny run."""
 
+import argparse
 import functools
 import itertools
 import multiprocessing
@@ -156,6 +157,17 @@ def main(*flags) -> int:
     with pytest.raises(SystemExit) as exit_info:
         train_gpt2.main(words(*flags))
     return exit_info.value.code or 0
+
+
+def decide(argv: list[str]) -> tuple[argparse.Namespace, dict]:
+    """Return the flags of a command, and what it loads."""
+    given = train_gpt2.parse(argv)
+    source = train_gpt2.find_source(given)
+    args = train_gpt2.fill_in(given, source)
+    train_gpt2.check_args(args)
+    if args.resume:
+        train_gpt2.check_resume(args, source)
+    return args, source
 
 
 @pytest.fixture

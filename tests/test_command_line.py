@@ -8,30 +8,28 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, load, main, make_process, read_log
+from conftest import ROOT, decide, load, main, make_process, read_log
 
 import train_gpt2
-from train_gpt2 import COMMANDS, DEFAULTS, FLAGS, GPTConfig, UserError, decide_args
-
-
-def decide(given: dict) -> tuple[Namespace, dict]:
-    """Return what decide_args does for these flags."""
-    argv = [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in given.items()]
-    return decide_args(argv)
+from train_gpt2 import COMMANDS, FLAGS, GPT, GPTConfig, UserError
 
 
 def defaults(**given) -> Namespace:
-    return decide({"device": "cpu", "log_dir": "nowhere"} | given)[0]
+    """Return all flags of a command that gives these."""
+    given = {"device": "cpu", "log_dir": "nowhere"} | given
+    argv = [f"--{flag}" if value is True else f"--{flag}={value}" for flag, value in given.items()]
+    return decide(argv)[0]
 
 
 def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys, monkeypatch):
     assert main("--help") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert 0 < text.index("python train_gpt2.py --quickstart") < text.index("--model") < 1000
-    for flag, (kind, default, help) in FLAGS.items():
+    for flag, (kind, default, help) in (FLAGS | COMMANDS).items():
         assert f"--{flag}" in text and " ".join(help.split()) in text, flag
         assert default is None or f"(default: {default})" in text, flag
         assert kind is not bool or f"--no-{flag}" in text, flag
@@ -48,7 +46,7 @@ def test_a_command_without_flags_is_gpt_3s_recipe_for_10_billion_tokens(tmp_path
     assert (args.max_lr, args.warmup_steps, args.final_lr_frac) == (6e-4, 715, 0.1)
     assert (args.weight_decay, args.grad_clip, args.zero_init) == (0.1, 1.0, False)
     assert (args.temperature, args.top_k, args.save_every, args.keep) == (1.0, 50, 1000, 2)
-    args, _ = decide({"quickstart": True})
+    args, _ = decide(["--quickstart"])
     assert (args.log_dir, args.device, args.optimizer) == ("log/quickstart", "cpu", "muon")
     tokens = args.max_steps * args.total_batch_size
     assert 500_000 < tokens < 2_000_000 and args.total_batch_size % args.seq_len == 0
@@ -64,41 +62,42 @@ def unusual(row: tuple, n: int):
     return f"unusual {n}" if kind is str else (default or 0) + 7 * n
 
 
-ALL = DEFAULTS.keys() - COMMANDS
-
-
 @pytest.mark.parametrize("words, kept, fixed", [
-    ("--resume --quickstart", ALL, {"model", "optimizer", "seq_len", "total_batch_size"}),
-    ("--init_from=old --max_steps=0 --val_every=5", ALL, {"model"}),
-    ("--sample --init_from=old", ALL - {f"{x}_every" for x in ("val", "hellaswag", "sample")} - {"max_steps"}, {"model"}),
-    ("--init_from=old --max_steps=9", {"model", "seq_len"}, {"model"}),
+    ("--resume --quickstart", {*FLAGS}, {"optimizer", "seq_len", "total_batch_size"}),
+    ("--init_from=old --max_steps=0 --val_every=5", {*FLAGS}, set()),
+    ("--sample --init_from=old", FLAGS.keys() - {"max_steps"}, set()),
+    ("--init_from=old --max_steps=9", {"model", "seq_len"}, set()),
 ])  # fmt: skip
 def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
-    """Those of the command line count more, but another model or optimizer is refused."""
-    monkeypatch.setitem(train_gpt2.SIZES, "unusual 1", (2, 2, 32, 0.123))
+    """Those of the command line count more. A size is known by its shape."""
+    monkeypatch.setattr(train_gpt2, "SIZES", {"unusual 1": (2, 2, 32, 0.123), "d12": (1, 1, 1, 1)})
     saved = {flag: unusual(row, 1) for flag, row in FLAGS.items()}
+    config = vars(GPTConfig(2, 2, 32, saved["seq_len"]))
     source = {"args": saved | {"gone": 1}, "step": 3, "dtype": "float32"}
+    source |= {"config": config, "model": {}, "optimizer": {}}
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
     is_resumed = "--resume" in words
     monkeypatch.setattr(train_gpt2, "list_checkpoints", lambda log_dir: [__file__] * is_resumed)
     argv = [word.replace("old", __file__) for word in words.split()]
-    args = vars(decide_args(argv)[0])
+    args = vars(decide(argv)[0])
     assert "gone" not in args and ("gone 1 -> None" in capsys.readouterr().out) == is_resumed
     if kept >= {"max_lr"}:
         assert args["max_lr"] == saved["max_lr"]
     else:  # fine-tuning has a tenth of the size's rate
         assert args["max_lr"] == pytest.approx(0.0123)
-    for flag in FLAGS.keys() - {"log_dir", *re.findall(r"--(\w+)", words)}:
+    for flag in FLAGS.keys() - {*re.findall(r"--(\w+)", words)}:
         assert (args[flag] == saved[flag]) == (flag in kept), flag
         other = unusual(FLAGS[flag], 2)
         word = {True: f"--{flag}", False: f"--no-{flag}"}.get(other, f"--{flag}={other}")
         if flag in fixed:
             with pytest.raises(UserError, match=f"with {flag} {saved[flag]}, not {other}"):
-                decide_args([*argv, word])
+                decide([*argv, word])
         elif flag in kept:
-            assert vars(decide_args([*argv, word])[0])[flag] == other, flag
+            assert vars(decide([*argv, word])[0])[flag] == other, flag
             is_printed = f"\n{flag} {saved[flag]} -> {other}" in capsys.readouterr().out
             assert is_printed == is_resumed, flag
+    with pytest.raises(UserError, match="that is loaded has --model unusual 1, not d12"):
+        train_gpt2.make_config(*decide([*argv, "--model=d12"]))
 
 
 @pytest.mark.parametrize("device, capability, dtype, precision, hella", [
@@ -117,16 +116,20 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     monkeypatch.setenv("LOCAL_RANK", "1")
     process = train_gpt2.setup_process(defaults(device="auto"))
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
-    nothing = {"val_every": 0, "sample_every": 1, "data_dir": "nowhere", "max_steps": 0}
+    nothing = {"data_dir": "nowhere"}
     fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples")
     monkeypatch.setitem(sys.modules, "hellaswag", fake)
     monkeypatch.setattr(train_gpt2, "get_tokenizer", lambda name: "tokenizer")
     for every, expected in ((5, True), (0, False), (None, hella)):
         given = {} if every is None else {"hellaswag_every": every}
-        _, data = train_gpt2.open_data(defaults(**nothing | given), {}, process)
-        assert (data.hellaswag == "examples") == expected
+        args = defaults(**nothing | given)
+        examples = train_gpt2.load_hellaswag(GPTConfig(), args, process)
+        assert (examples == "examples") == expected
+    args = defaults(**nothing, val_every=0)
+    assert train_gpt2.load_hellaswag(GPTConfig(), args, process) is None, "as often as validated"
     monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
-    assert train_gpt2.open_data(defaults(**nothing), {}, process)[1].hellaswag is None
+    args = defaults(**nothing)
+    assert train_gpt2.load_hellaswag(GPTConfig(), args, process) is None
     assert torch.get_float32_matmul_precision() == precision
 
 
@@ -139,7 +142,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
     assert args.max_lr == pytest.approx(3e-3)
     assert (args.schedule, args.final_lr_frac, args.zero_init) == ("linear", 0.0, True)
     # The preset comes before what follows from other flags
-    args, _ = decide({"quickstart": True, "log_dir": "nowhere", "seq_len": 32})
+    args = defaults(quickstart=True, seq_len=32)
     found = (args.seq_len, args.val_every, args.schedule, args.device)
     assert found == (32, 200, "linear", "cpu")
 
@@ -150,18 +153,36 @@ def test_defaults_follow_the_model_and_the_optimizer():
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
-    assert args.val_every is args.sample_every is args.hellaswag_every is None
-    every = 250 * 2 ** (19 - exponent)
-    assert [train_gpt2.is_due(every + n, None, args) for n in (-1, 0, 1)] == [False, True, False]
+    assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
+    assert args.hellaswag_every is None
     args = defaults(max_steps=max_steps, total_batch_size=2**18)
-    assert train_gpt2.is_due(500, None, args) and not train_gpt2.is_due(250, None, args)
+    assert args.val_every == args.sample_every == 500
+
+
+@pytest.mark.parametrize("every, expected", [(None, [0, 5, 10, 12]), (6, [0, 6, 12])])
+def test_hellaswag_is_scored_with_each_validation_or_by_its_flag(monkeypatch, every, expected):
+    score = Namespace(acc_norm=1, n=4)
+    monkeypatch.setitem(sys.modules, "hellaswag", Namespace(score=lambda *_: score))
+    monkeypatch.setattr(train_gpt2, "validate", lambda *_: (1.0, 2.0))
+    given = {"val_every": 5, "hellaswag_every": every, "sample_every": 0, "max_steps": 12}
+    args, log = Namespace(**train_gpt2.DEFAULTS | given), Mock()
+    model, data = Mock(), train_gpt2.Data(hellaswag="examples")
+    for step in range(13):
+        train_gpt2.evaluate(model, step, data, log, args, make_process())
+    calls = log.record.call_args_list
+    for stream, steps in (("val", [0, 5, 10, 12]), ("hella", expected)):
+        assert [call.args[0] for call in calls if stream in call.kwargs] == steps
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     """8192 tokens fit on a CPU. On a GPU, it follows from the memory that a token takes."""
 
+    with torch.device("meta"):  # shapes without numbers
+        model = GPT(GPTConfig(), seed=None)
+    weight_bytes = 4 * sum(p.numel() for p in model.parameters())
+
     def choose(run, **given):
-        return train_gpt2.choose_batch_size(GPTConfig(), defaults(**given), run)
+        return train_gpt2.choose_batch_size(model, defaults(**given), run)
 
     for T, sequences, world, B in (
         (1024, 512, 1, 8), (64, 12, 1, 12), (1000, 14, 1, 7), (16384, 2, 1, 1), (1000, 17, 1, 6),
@@ -176,9 +197,9 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     for gib, flags, dtype, world, fitting in [
         (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
         (24, {}, "float16", 1, 17),
-        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {}, "bfloat16", 8, 44),
+        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {}, "bfloat16", 8, 45),
     ]:  # fmt: skip
-        memory["free"] = gib * 2**30
+        memory["free"] = gib * 2**30 - weight_bytes  # which are there already
         gpu = make_process(0, world, device=torch.device("cuda", 0), dtype=dtype)
         for share, B in ((fitting, fitting), (fitting + 1, fitting // 2 + 1)):
             assert choose(gpu, total_batch_size=1024 * share * world, **flags) == B, (gib, flags)
@@ -186,8 +207,9 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     gpu = make_process(device=torch.device("cuda", 0), dtype="bfloat16")
     assert [choose(gpu, total_batch_size=1024 * share) for share in (17, 18)] == [17, 9]
     assert choose(gpu, batch_size=4) == 4, "the user knows better"
-    assert choose(gpu, max_steps=0, seq_len=1000) == 8, "an evaluation divides and keeps nothing"
     memory["free"] = 2 * 2**30
+    args = Namespace(**vars(defaults()) | {"max_steps": 0})
+    assert train_gpt2.choose_batch_size(model, args, gpu) == 8, "an evaluation has no optimizer"
     for flags in ({}, {"recompute": True, "seq_len": 2**20}):
         with pytest.raises(UserError, match=r"no sequence fits .*: use --recompute"):
             choose(gpu, total_batch_size=2**20, **flags)
@@ -215,8 +237,8 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
         capsys.readouterr()
         assert main("--max_steps 0 --data_dir data --init_from", source) == 0
         assert f"step     0/0 | val loss: {loss:.4f} | bits" in capsys.readouterr().out, source
-        flags = "--data_dir data --log_dir b --overwrite --max_steps 2 --init_from"
-        assert main(flags, source) == 0
+        shutil.rmtree("b", ignore_errors=True)
+        assert main("--data_dir data --log_dir b --max_steps 2 --init_from", source) == 0
         log = read_log("b")
         assert log["val"][0] == loss and list(log["train"]) == [0, 1], "a new run of that model"
         texts = []
@@ -242,12 +264,24 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS, "width", (int, 4, "of the MLP"))
     monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
-    monkeypatch.setattr(train_gpt2, "MODEL_FLAGS", {*train_gpt2.MODEL_FLAGS, "width"})
-    assert refused("was made with width 4, not 6", "--max_steps 2 --resume --width 6")
+    assert refused("that is loaded has --width 4, not 6", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0
     assert main("--log_dir new --max_steps 1 --width 6") == 0
     assert load("new", 1)["config"]["width"] == 6
-    assert refused("was made with width 6, not 4", "--init_from new --max_steps 0 --width 4")
+    assert refused("has --width 6, not 4", "--init_from new --max_steps 0 --width 4")
+    assert main("--init_from new --max_steps 1 --log_dir tuned") == 0
+    assert load("tuned", 1)["args"]["width"] == 6, "fine-tuning takes the source's config"
+    for field in ("n_layer", "block_size"):  # which SIZES and --seq_len decide otherwise
+        monkeypatch.setitem(FLAGS, field, (int, None, "a field that follows"))
+        monkeypatch.setitem(train_gpt2.DEFAULTS, field, None)
+    flags = "--model test --n_layer 3 --block_size 32 --log_dir deep --max_steps"
+    assert main(flags, 1) == main(flags, 2, "--resume") == 0
+    config = load("deep", 2)["config"]
+    assert (config["n_layer"], config["n_embd"], config["block_size"]) == (3, 32, 32)
+    assert refused("is loaded has --n_layer 3, not 2", flags, 3, "--resume --n_layer 2")
+    assert main("--log_dir plain --max_steps 1") == 0
+    assert load("plain", 1)["config"]["n_layer"] == 2
+    assert main("--log_dir plain --max_steps 2 --resume --n_layer 2") == 0
 
 
 @pytest.mark.slow
@@ -274,7 +308,7 @@ def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards)
         result = subprocess.run(command, **options)
         assert result.returncode == 0 and "sample 0: Hello?" in result.stdout, result.stderr
     log = read_log()
-    assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 2, 4]
+    assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 4], "2 is no longer due"
 
 
 def test_one_process_of_all_machines_prints(monkeypatch, capsys):

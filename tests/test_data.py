@@ -30,10 +30,7 @@ def make_shards(folder, sizes) -> Path:
 def make_loaders(folder, T, B=1, world=1, seed=1337, shuffle=True, split="train"):
     args = Namespace(data_dir=str(folder), seq_len=T, seed=seed, shuffle=shuffle)
     runs = [make_process(rank, world) for rank in range(world)]
-    loaders = [DataLoaderLite(split, GPTConfig(), args, run) for run in runs]
-    for loader in loaders:
-        loader.B = B
-    return loaders
+    return [DataLoaderLite(split, B, GPTConfig(), args, run) for run in runs]
 
 
 def serve(folder, T, steps, sequences=8, B=1, world=1, first=0, **options) -> np.ndarray:
@@ -135,8 +132,7 @@ def test_validation_sees_the_same_tokens_for_every_b(shards, B):
     model.transformer.wte.weight.data[:257] *= 20  # losses then differ from window to window
     data = torch.from_numpy(np.load(shards / "test_val_000000.npy").astype(np.int64))
     args = Namespace(data_dir=str(shards), seq_len=16, seed=1337, shuffle=True)
-    loader = DataLoaderLite("val", model.config, args, make_process())
-    loader.B = B
+    loader = DataLoaderLite("val", B, model.config, args, make_process())
     seen = []
     for tokens, windows in ((7, 1), (16 * 5 + 15, 5), (16 * 62, 62), (10**6, 62)):
         x, y = data[: windows * 16].view(-1, 16), data[1 : windows * 16 + 1].view(-1, 16)

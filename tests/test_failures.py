@@ -1,7 +1,6 @@
 """Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import math
-import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -44,23 +43,18 @@ def old(shards):
     return contents("log")
 
 
-def test_a_run_is_left_alone_until_another_one_replaces_it(old, refused, monkeypatch):
+def test_a_run_is_left_alone(old, refused):
     assert main("--init_from log --max_steps 0") == 0
-    assert main("--overwrite --max_steps 1 --log_dir new --init_from log") == 0
-    with monkeypatch.context() as torchrun:
-        torchrun.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-        message = "torchrun could repeat --overwrite: use --resume"
-        assert refused(message, "--max_steps 4 --overwrite")
-    patch = "if rank == 1: train_gpt2.make_state = lambda *_: 1 / 0"  # the last thing that can fail
-    status, _, err = run("--max_steps 1 --batch_size 8 --overwrite", processes=2, patch=patch)
-    assert status != 0 and "ZeroDivisionError" in err
+    assert main("--max_steps 0 --sample_every 1") == 0
+    assert main("--max_steps 1 --log_dir new --init_from log") == 0
+    assert refused("log holds a run: --resume continues its checkpoint; ", "--max_steps 4")
     assert contents("log") == old
-    assert main("--overwrite --max_steps 1 --total_batch_size 128") == 0
-    assert re.findall(r"total_batch_size (.*)", Path("log/log.txt").read_text()) == ["128"]
-    assert contents("log").keys() == {"log.txt", "model_00000.pt", "model_00001.pt"}
-    assert list(read_log()["train"]) == [0]
-    assert main("--resume --max_steps 2 --total_batch_size 128") == 0
-    assert steps() == [1, 2], "--overwrite is a command, and not a flag of the run"
+
+
+def test_a_new_run_fails_before_it_writes(shards):
+    patch = "if rank == 1: train_gpt2.make_state = lambda *_: 1 / 0"  # the last thing that can fail
+    status, _, err = run("--max_steps 1 --batch_size 8", processes=2, patch=patch)
+    assert status != 0 and "ZeroDivisionError" in err and not Path("log").exists()
 
 
 def test_a_sample_of_the_quickstart_needs_no_data(shards, capsys):
@@ -111,30 +105,35 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
     ("tiktoken.Encoding tiktoken.get_encoding", "--sample_every 4", "no network"),
     ("transformers.AutoModelForCausalLM.from_pretrained", "--init_from gpt2", "no network"),
 ])  # fmt: skip
-def test_what_cannot_be_downloaded_deletes_nothing(old, monkeypatch, refused, names, flags, text):
+def test_what_cannot_be_downloaded_ends_the_run(shards, monkeypatch, refused, names, flags, text):
+    """In one line, before anything is written."""
     for name in names.split():
         monkeypatch.setattr(name, Mock(side_effect=ConnectionError(text)))
-    assert refused(text, f"--overwrite --max_steps 4 {flags}")
-    assert contents("log") == old
+    assert refused(text, f"--max_steps 4 {flags}") and not Path("log").exists()
 
 
-def test_a_damaged_hellaswag_deletes_nothing(old, monkeypatch, refused, tmp_path):
+def test_a_run_without_evaluations_needs_no_tokenizer(shards, monkeypatch):
+    for name in ("tiktoken.Encoding", "tiktoken.get_encoding"):
+        monkeypatch.setattr(name, Mock(side_effect=ConnectionError("no network")))
+    assert main("--max_steps 2 --val_every 0") == 0
+
+
+def test_a_damaged_hellaswag_ends_the_run(shards, monkeypatch, refused, tmp_path):
     path = tmp_path / "hellaswag_val.jsonl"
     path.write_text('{"ctx": "a"}\n')
     monkeypatch.setattr("hellaswag.fetch", lambda: path)
-    flags = "--overwrite --max_steps 4 --hellaswag_every 4"
+    flags = "--max_steps 4 --hellaswag_every 4"
     assert refused("hellaswag_val.jsonl: example 1 is malformed", flags)
-    assert contents("log") == old
+    assert not Path("log").exists()
 
 
 @pytest.mark.parametrize("flags, left", [
-    ("--overwrite --max_steps 3", [3]), ("--overwrite --max_steps 3 --save_every 0", []),
     ("--resume --max_steps 5 --save_every 1 --keep 1", [5]),
     ("--resume --max_steps 5 --save_every 1 --keep 3", [3, 4, 5]),
     ("--resume --max_steps 5 --save_every 2 --keep 0", [1, 2, 4, 5]),
     ("--resume --max_steps 5 --save_every 0", [1, 2]), ("--init_from log --max_steps 0", [1, 2]),
     ("--init_from log --sample", [1, 2]), ("--init_from log --export_hf log/sub", [1, 2]),
-    ("--overwrite --log_dir log/sub --init_from log --max_steps 1", [1, 2]),
+    ("--log_dir log/sub --init_from log --max_steps 1", [1, 2]),
 ])  # fmt: skip
 def test_a_run_deletes_nothing_but_its_own_checkpoints(old, flags, left):
     for name in ("notes.txt", "model_1_copy.pt", "model_best.pt", "xmodel_00001.pt", "sub/x.pt"):

@@ -130,7 +130,8 @@ def test_a_new_state_follows_its_flags(monkeypatch):
     for seed, zero_init, recompute in ((1, False, True), (1, True, False), (2, True, True)):
         given = {"seed": seed, "zero_init": zero_init, "recompute": recompute, "max_lr": 1.0}
         args = Namespace(**train_gpt2.DEFAULTS | given | {"weight_decay": 0.7})
-        state = train_gpt2.make_state(SMALL, {}, args, make_process())
+        model = train_gpt2.make_model(SMALL, {}, args, make_process())
+        state = train_gpt2.make_state(model, {}, args, make_process())
         drawn.append(state.model.state_dict())
         assert state.model.recompute == recompute
         assert [g["weight_decay"] for g in state.optimizers[0].param_groups] == [0.7, 0.0]

@@ -130,6 +130,19 @@ def test_each_process_holds_a_part_of_the_optimizers_state(shards, optimizer):
         assert max(numbers) < 0.7 * sum(numbers), numbers
 
 
+@pytest.mark.parametrize("processes", [2, 3])
+def test_only_the_state_of_a_parameters_owner_counts(shards, processes):
+    """Adagrad's constructor makes state for all parameters, in every process."""
+    patch = "adagrad = torch.optim.Adagrad\n"
+    patch += "configure = lambda model, *_: [adagrad(model.parameters())]\n"
+    patch += "train_gpt2.GPT.configure_optimizers = configure"
+    for log_dir, n in (("a", 1), ("b", processes)):
+        status, _, err = run("--max_steps 2", "--log_dir", log_dir, processes=n, patch=patch)
+        assert status == 0, err
+    a, b = (load(log_dir, 2)["optimizer"] for log_dir in ("a", "b"))
+    torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-3)
+
+
 NOTING = """
 def forward(self, *args, forward=train_gpt2.DDP.forward):
     exchanges = self.require_backward_grad_sync

@@ -32,7 +32,7 @@ RUNS = {
     "train_gpt2.py --sample --init_from log": "",
     "train_gpt2.py --init_from log --max_steps 0": "",
     "train_gpt2.py --init_from log --export_hf folder": "",
-    "mine.py --quickstart --max_steps 50 --log_dir log/try --overwrite": SMALL,
+    "mine.py --quickstart --max_steps 50 --log_dir log/try": SMALL,
 }
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
@@ -62,7 +62,7 @@ def test_each_command_is_run_by_a_test_or_known():
 def test_each_flag_exists():
     """No flag in the README was renamed or removed."""
     sources = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*/m*.py")])
-    known = {*train_gpt2.FLAGS}
+    known = {*train_gpt2.DEFAULTS}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
     others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"

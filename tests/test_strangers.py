@@ -36,7 +36,10 @@ def llm_c(*header: int, tokens=999) -> bytes:
 
 MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
 MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}, "script": ""}
-RUN = MODEL | {"args": {"model": "test", "seq_len": 16, "total_batch_size": 256}}
+WIDE = MODEL | {"config": asdict(SMALL) | {"width": 4}}
+GATED = {"gate": torch.ones(2), "transformer.wpe.weight": torch.ones(16, 64)}
+GATED = MODEL | {"model": GPT(SMALL).state_dict() | GATED}
+RUN = MODEL | {"args": {"seq_len": 16, "total_batch_size": 256, "optimizer": "adamw"}}
 RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
@@ -54,18 +57,22 @@ REFUSED = {
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
     "sample of nothing": ("--sample", {}, "log has no checkpoint: name a model by --init_from"),
-    "resume and overwrite": ("--resume --overwrite", {"log/model_00002.pt": saved(RUN)}, "use only one of --resume, "),
+    "evaluation of nothing": ("--max_steps 0", {}, "log has no checkpoint: name a model by --init_from"),
+    "a sample that resumes": ("--sample --resume", {}, "--resume trains: leave it out to evaluate, sample or export"),
     "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
-    "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "x.pt was made with model test, not d6"),
+    "another size": ("--init_from x.pt --model d6", {"x.pt": saved(MODEL)}, "the model that is loaded has --model test, not d6"),
+    "a size that is mistyped": ("--init_from x.pt --model typo", {"x.pt": saved(MODEL)}, "has --model test, not typo"),
+    "a field of another script": ("--init_from x.pt", {"x.pt": saved(WIDE)}, "x.pt is of another script: GPTConfig has no width here"),
+    "weights of another script": ("--init_from x.pt", {"x.pt": saved(GATED)}, "has other weights than this: gate, transformer.wpe.weight"),
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "--max_steps 1: log is at step 2"),
+    "a run without our flags": ("--resume", {"log/model_00002.pt": saved(RUN | {"args": {"total_batch_size": 256}})}, "--resume: data has other data"),
     "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
-    "overwrite without data": ("--overwrite", {"log/model_00002.pt": saved(RUN), VAL: None}, "data holds no val shards"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "File exists: 'data/meta.json'"),
-    "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues it, --overwrite deletes"),
+    "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues its checkpoint; or"),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
@@ -75,15 +82,12 @@ REFUSED = {
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
-    "nothing to do": ("--max_steps 0 --val_every 0", {}, "nothing to do: give --max_steps"),
+    "no val shards": ("", {VAL: None}, "data holds no val shards"),
     "another batch": ("--resume --total_batch_size 512", {"log/model_00002.pt": saved(RUN)}, "log was made with total_batch_size 256, not 512"),
-    "meta.json of another program": ("", {META: b"[1]"}, "meta.json is not a meta.json of fineweb.py"),
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
-    "a checkpoint of log_dir as its source": ("--overwrite --init_from log/model_00002.pt", {"log/model_00002.pt": saved(RUN)}, "would delete what --init_from names"),
-    "its source by another name": ("--overwrite --log_dir ./log/ --init_from data/../log", {"log/model_00002.pt": saved(RUN), "log/log.txt": b""}, "would delete what --init_from names"),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
-    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is no JSON: "),
+    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: Unterminated string"),
     "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
 }  # fmt: skip
 GPT2 = np.arange(999, dtype=np.uint16)

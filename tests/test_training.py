@@ -116,7 +116,7 @@ def test_each_window_is_read_once(shards, monkeypatch, own, n, epochs):
     spy = lambda self, n: (read[self.seed is None].append(n), get(self, n))[1]  # noqa: E731
     monkeypatch.setattr(train_gpt2.DataLoaderLite, "get_window", spy)
     train(f"--max_steps 3 --val_every 3 --batch_size 4 {own}")
-    assert read == {False: [0] * 4 + [*range(n)] * epochs, True: [0] * 4 + [*range(40)] * 2}
+    assert read == {False: [0, *[*range(n)] * epochs], True: [0, *[*range(40)] * 2]}
 
 
 def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_losses):
@@ -202,16 +202,13 @@ def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
             answers.append(capsys.readouterr().out)
 
     monkeypatch.setattr(sys, "stdin", lines())
-    args = Namespace(prompt="-", num_samples=2, sample=True)
-    train_gpt2.print_samples(GPT(SMALL), args, make_process())
+    args = Namespace(num_samples=2)
+    train_gpt2.print_samples(GPT(SMALL), train_gpt2.read_prompts(), args, make_process())
     answers[0] = answers[0].partition("\n")[2]  # the line that says what to do
     texts = [prompt.strip("\r\n") + "\ufffd" for prompt in prompts]
     assert answers == [f"sample 0: {text}\nsample 1: {text}\n" for text in texts]
     tokens = [call.args[1][0].tolist() for call in generate.call_args_list]
     assert tokens == [[*b" one"], [256], [97, 256, 98]]
-    args.sample = False  # a run does not wait for a keyboard
-    train_gpt2.print_samples(GPT(SMALL), args, make_process())
-    assert generate.call_args.args[1][0].tolist() == [*b"-"]
 
 
 @pytest.mark.parametrize("dtype, most", [("float32", 0), ("bfloat16", 0.03), ("float16", 0.01)])

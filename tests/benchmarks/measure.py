@@ -423,10 +423,11 @@ def measure_shakespeare(args) -> None:
         for recipe, share in ((MUON, 1), (MUON, 0.7), (ADAMW, 1)):
             steps = round(share * args.steps)
             case = {"program": TRAIN.name, "optimizer": recipe.split()[1], "steps": steps}
-            command = f"{shlex.quote(str(TRAIN))} --data_dir {folder} --log_dir log --overwrite"
+            command = f"{shlex.quote(str(TRAIN))} --data_dir {folder} --log_dir log"
             command += f" {SHAKESPEARE} {recipe} --max_steps {steps}"
             runs.append((case, command, folder, {}))
         for turn, (case, command, cwd, other) in product(range(args.turns), runs):
+            shutil.rmtree(Path(folder, "log"), ignore_errors=True)  # of the run before
             seconds, out = time_command([sys.executable, *shlex.split(command)], cwd=cwd)
             loss = re.findall(r"val loss:? (\d\S*)", out)[-1]
             values = {"s": seconds, "nats per byte": float(loss)}

@@ -8,7 +8,7 @@ import ideas
 import measure
 import numpy as np
 import pytest
-from conftest import FLAGS, read_log
+from conftest import FLAGS, decide, read_log
 from test_resume import assert_same_run, break_off
 
 import train_gpt2
@@ -86,7 +86,7 @@ def test_shakespeare_is_divided_as_nanogpt_divides_it(tmp_path, monkeypatch, cap
 
     def fake_run(command, cwd):
         assert np.load(cwd + "/text_val_000000.npy").tolist() == list(b"0123456789" * 10)
-        train_gpt2.decide_args(command[2:])  # exits if the script does not have the flags
+        decide(command[2:])  # exits if the script does not have the flags
         return 1.5, "val loss: 5.5 | bits\nval loss: 1.25 | bits per byte: 2\n"
 
     monkeypatch.setattr(measure, "time_command", fake_run)
