@@ -161,13 +161,7 @@ def main(*flags) -> int:
 
 def decide(argv: list[str]) -> tuple[argparse.Namespace, dict]:
     """Return the flags of a command, and what it loads."""
-    given = train_gpt2.parse(argv)
-    source = train_gpt2.find_source(given)
-    args = train_gpt2.fill_in(given, source)
-    train_gpt2.check_args(args)
-    if args.resume:
-        train_gpt2.check_resume(args, source)
-    return args, source
+    return train_gpt2.read_command_line(argv)
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ def test_hellaswag_is_scored_with_each_validation_or_by_its_flag(monkeypatch, ev
     monkeypatch.setattr(train_gpt2, "validate", lambda *_: (1.0, 2.0))
     given = {"val_every": 5, "hellaswag_every": every, "sample_every": 0, "max_steps": 12}
     args, log = Namespace(**train_gpt2.DEFAULTS | given), Mock()
-    model, data = Mock(), train_gpt2.Data(hellaswag="examples")
+    model, data = Mock(), train_gpt2.Data(None, None, "examples", B=1)
     for step in range(13):
         train_gpt2.evaluate(model, step, data, log, args, make_process())
     calls = log.record.call_args_list

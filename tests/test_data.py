@@ -27,18 +27,18 @@ def make_shards(folder, sizes) -> Path:
     return folder
 
 
-def make_loaders(folder, T, B=1, world=1, seed=1337, shuffle=True, split="train"):
+def make_loaders(folder, T, world=1, seed=1337, shuffle=True, split="train"):
     args = Namespace(data_dir=str(folder), seq_len=T, seed=seed, shuffle=shuffle)
     runs = [make_process(rank, world) for rank in range(world)]
-    return [DataLoaderLite(split, B, GPTConfig(), args, run) for run in runs]
+    return [DataLoaderLite(split, GPTConfig(), args, run) for run in runs]
 
 
 def serve(folder, T, steps, sequences=8, B=1, world=1, first=0, **options) -> np.ndarray:
     """Return the first tokens of the windows of each step, in the order in which it sees them."""
-    loaders = make_loaders(folder, T, B, world, **options)
+    loaders = make_loaders(folder, T, world, **options)
     seen = []
     for start in range(first, first + steps * sequences, sequences):
-        shares = [loader.batches(range(start, start + sequences)) for loader in loaders]
+        shares = [loader.batches(range(start, start + sequences), B) for loader in loaders]
         for batches in zip(*shares, strict=True):  # strict: all processes get equally many
             for x, y in batches:
                 assert x.shape == y.shape == (B, T) and x.dtype == y.dtype == torch.int64
@@ -100,7 +100,9 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
     [npy] = make_loaders(tmp_path, 8, shuffle=False)
     [bin] = make_loaders(tmp_path, 8, split="val", shuffle=True)
     assert npy.n_windows == bin.n_windows == 124
-    torch.testing.assert_close([*npy.batches(range(124))], [*bin.batches(range(124))])  # integers
+    torch.testing.assert_close(
+        [*npy.batches(range(124), 1)], [*bin.batches(range(124), 1)]
+    )  # integers
 
 
 def test_a_shard_that_is_cut_short_or_has_other_tokens_is_named_where_it_is_read(tmp_path):
@@ -108,11 +110,11 @@ def test_a_shard_that_is_cut_short_or_has_other_tokens_is_named_where_it_is_read
     np.save(folder / "x_train_1.npy", np.full(30, 50257, np.uint16))
     [loader] = make_loaders(folder, 8, shuffle=False)
     os.truncate(folder / "x_train_0.npy", 150)
-    assert len(next(loader.batches(range(1)))[0]) == 1
+    assert len(next(loader.batches(range(1), 1))[0]) == 1
     for window, name in ((1, "x_train_0"), (6, "x_train_1")):
         message = rf"{name}\.npy was cut short, or has tokens beyond 50256"
         with pytest.raises(train_gpt2.UserError, match=message):
-            next(loader.batches(range(window, window + 1)))
+            next(loader.batches(range(window, window + 1), 1))
 
 
 def test_the_split_is_a_word_of_the_name(tmp_path):
@@ -132,12 +134,12 @@ def test_validation_sees_the_same_tokens_for_every_b(shards, B):
     model.transformer.wte.weight.data[:257] *= 20  # losses then differ from window to window
     data = torch.from_numpy(np.load(shards / "test_val_000000.npy").astype(np.int64))
     args = Namespace(data_dir=str(shards), seq_len=16, seed=1337, shuffle=True)
-    loader = DataLoaderLite("val", B, model.config, args, make_process())
+    loader = DataLoaderLite("val", model.config, args, make_process())
     seen = []
     for tokens, windows in ((7, 1), (16 * 5 + 15, 5), (16 * 62, 62), (10**6, 62)):
         x, y = data[: windows * 16].view(-1, 16), data[1 : windows * 16 + 1].view(-1, 16)
         expected = F.cross_entropy(model(x).double().flatten(0, 1), y.flatten()).item()
-        found, _ = validate(model, loader, tokens, make_process())
+        found, _ = validate(model, train_gpt2.Data(None, loader, None, B), tokens, make_process())
         assert found == pytest.approx(expected, abs=1e-5)
         seen.append(round(expected, 3))
     assert len(set(seen)) == 3, "another number of windows has another loss"

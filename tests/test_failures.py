@@ -84,20 +84,21 @@ def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
     assert main(flags) == 0 and steps() == [2, 4]
 
 
-# A log_dir that another program deletes in update 3, or that becomes a file, and a disk of 150 bytes
+# A log_dir that another program deletes in update 3, or that becomes a file, and a disk of 150 bytes,
+# on which no more records fit: they alone end no run
 GONE = "if self.training and sum(calls) == 4: import shutil; shutil.rmtree('log')"
 SMALL_DISK = FULL_DISK.replace("50_000", "150")
 
 
-@pytest.mark.parametrize("patch, every, message", [
-    (hook(GONE), 1000, ""), (hook(GONE + "; open('log', 'w')"), 1000, "File exists: 'log'"),
-    (SMALL_DISK, 0, "[Errno 27] File too large"),
+@pytest.mark.parametrize("patch, every, message, saved", [
+    (hook(GONE), 1000, "", [4]), (hook(GONE + "; open('log', 'w')"), 1000, "File exists: 'log'", []),
+    (SMALL_DISK, 0, "", []),
 ])  # fmt: skip
-def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message):
+def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message, saved):
     """At any time, in one line. A folder that has vanished is made again for the last checkpoint."""
     status, _, err = run(f"--max_steps 4 --save_every {every}", patch=patch)
     assert status == 2 * bool(message) and err.count("\n") == bool(message) and message in err
-    assert steps() == ([] if message else [4])
+    assert steps() == saved
 
 
 @pytest.mark.parametrize("names, flags, text", [

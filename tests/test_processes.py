@@ -107,9 +107,9 @@ def test_a_gpu_trains_as_it_would_without_compile_and_kernel(start, optimizer):
 
 
 DIVIDED = """
-def check(optimizers, *args, update=train_gpt2.update_weights):
-    update(optimizers, *args)
-    held = {p for optimizer in optimizers for p in optimizer.state}
+def check(state, *args, update=train_gpt2.update_weights):
+    update(state, *args)
+    held = {p for optimizer in state.optimizers for p in optimizer.state}
     print("holds:", sum(p.numel() for p in held), len(held), flush=True)
 train_gpt2.update_weights = check
 """

@@ -316,8 +316,8 @@ def test_updates_of_muon_are_their_formula():
             parts = [0.2 * max(part.shape) ** 0.5 * newton_schulz(part) for part in parts]
             rate = lr if i < 4 else 0.25 * lr
             expected[i] = expected[i] * (1 - rate * 0.1) - rate * torch.cat(parts)
-        owners = dict.fromkeys(params, 0)
-        train_gpt2.update_weights([muon], owners, lr, make_process())
+        state = train_gpt2.State(None, [muon], dict.fromkeys(params, 0), None)
+        train_gpt2.update_weights(state, lr, make_process())
         buffers = [muon.state[p]["momentum_buffer"] for p in params]
         torch.testing.assert_close(params, expected, atol=1e-5, rtol=0, check_dtype=False)
         torch.testing.assert_close(buffers, averages, atol=1e-6, rtol=0, check_dtype=False)
