@@ -47,7 +47,8 @@ def tiny_model(monkeypatch):
     """Add the size `test` to the table for the length of a test, and compute deterministically."""
     monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
     torch.use_deterministic_algorithms(True)
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    handlers = {number: signal.getsignal(number) for number in (getattr(signal, n) for n in names)}
     yield
     torch.use_deterministic_algorithms(False)
     for number, handler in handlers.items():  # a run in this process has set its own

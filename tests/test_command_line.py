@@ -34,7 +34,27 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
         assert default is None or f"(default: {default})" in text, flag
         assert kind is not bool or f"--no-{flag}" in text, flag
     monkeypatch.setattr(train_gpt2, "__doc__", None)  # as by python -OO
-    assert main("--help") == 0
+    monkeypatch.setitem(FLAGS, "mine", (float, 5.0, "drop 5% of 100%"))
+    assert main("--help") == 0 and "drop 5% of 100%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("environment, is_taken", [
+    ({}, True), ({"SLURM_STEP_NUM_TASKS": "1"}, True), ({"RANK": "0", "WORLD_SIZE": "1"}, True),
+    ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"}, True),  # srun torchrun
+    ({"SLURM_STEP_NUM_TASKS": "8"}, False), ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
+    ({"RANK": "0"}, False), ({"WORLD_SIZE": "8"}, False),
+])  # fmt: skip
+def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if is_taken:
+        expected = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        assert train_gpt2.read_ranks() == expected
+    else:
+        with pytest.raises(UserError, match="start several processes by torchrun"):
+            train_gpt2.read_ranks()
 
 
 def test_a_command_without_flags_is_gpt_3s_recipe_for_10_billion_tokens(tmp_path, monkeypatch):
@@ -59,7 +79,7 @@ def unusual(row: tuple, n: int):
         return bool(default) != (n == 1)
     if isinstance(kind, tuple):
         return [choice for choice in kind if choice != default][-n]
-    return f"unusual {n}" if kind is str else (default or 0) + 7 * n
+    return (default or 0) + 7 * n if kind in (int, float) else f"unusual {n}"
 
 
 @pytest.mark.parametrize("words, kept, fixed", [
@@ -109,10 +129,16 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     best = torch.device("cuda") if capability else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: best)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: best is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": capability}
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     monkeypatch.setenv("RANK", "9")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    if capability:
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        with pytest.raises(UserError, match="process 2 of this machine: found 2 GPUs"):
+            train_gpt2.setup_process(defaults(device="auto"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     process = train_gpt2.setup_process(defaults(device="auto"))
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
@@ -219,7 +245,7 @@ OWN = {"tokenizer": "bpe-259-abcdef 7468 746865", "vocab_size": 259, "eot": 258}
 
 
 @pytest.mark.parametrize("meta", [{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}, OWN])
-def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, meta):
+def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, refused, meta):
     """No other script is needed: what is a token lies in the checkpoint, and in the folder."""
     (shards / "meta.json").write_text(json.dumps(meta))
     for name in ("fineweb", "hellaswag"):
@@ -230,6 +256,10 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, met
     loss = read_log("a")["val"][10]
     capsys.readouterr()
     assert load("a", 10)["config"]["block_size"] == 16, "others would never be trained"
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.__version__", "5.16.1")
+        assert refused("found transformers 5.16.1, expected 5.17", "--log_dir a --export_hf folder")
+        capsys.readouterr()
     assert main("--init_from a --log_dir a --export_hf folder") == 0
     assert capsys.readouterr().out == "wrote folder, which transformers can load\n"
     assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}

@@ -1,6 +1,7 @@
 """Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import math
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -91,7 +92,7 @@ SMALL_DISK = FULL_DISK.replace("50_000", "150")
 
 
 @pytest.mark.parametrize("patch, every, message, saved", [
-    (hook(GONE), 1000, "", [4]), (hook(GONE + "; open('log', 'w')"), 1000, "File exists: 'log'", []),
+    (hook(GONE), 1000, "", [4]), (hook(GONE + "; open('log', 'w')"), 1000, "/log'", []),
     (SMALL_DISK, 0, "", []),
 ])  # fmt: skip
 def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message, saved):
@@ -104,13 +105,22 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
 @pytest.mark.parametrize("names, flags, text", [
     ("hellaswag.fetch", "--hellaswag_every 4", "save it as " + "/folder" * 40),  # is not cut
     ("tiktoken.Encoding tiktoken.get_encoding", "--sample_every 4", "no network"),
-    ("transformers.AutoModelForCausalLM.from_pretrained", "--init_from gpt2", "no network"),
+    ("transformers.AutoConfig.from_pretrained", "--init_from gpt2", "no network"),
 ])  # fmt: skip
 def test_what_cannot_be_downloaded_ends_the_run(shards, monkeypatch, refused, names, flags, text):
     """In one line, before anything is written."""
     for name in names.split():
         monkeypatch.setattr(name, Mock(side_effect=ConnectionError(text)))
     assert refused(text, f"--max_steps 4 {flags}") and not Path("log").exists()
+
+
+@pytest.mark.parametrize("package, flags", [
+    ("transformers", "--init_from gpt2"), ("fineweb", "--quickstart --data_dir pydocs"),
+    ("hellaswag", "--hellaswag_every 4"),
+])  # fmt: skip
+def test_a_package_or_script_that_is_missing_is_named(shards, monkeypatch, refused, package, flags):
+    monkeypatch.setitem(sys.modules, package, None)  # so that it cannot be imported
+    assert refused(package, f"--max_steps 4 {flags}") and not Path("log").exists()
 
 
 def test_a_run_without_evaluations_needs_no_tokenizer(shards, monkeypatch):

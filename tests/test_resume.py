@@ -246,6 +246,7 @@ def test_nobody_has_to_read_what_is_printed(shards):
 
 @pytest.mark.parametrize("name, processes, training, call", [
     ("SIGTERM", 2, True, 5), ("SIGHUP", 2, True, 5), ("SIGINT", 1, False, 8),  # 5 batches each
+    *(pytest.param(name, 2, True, 5, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU")),
 ])  # fmt: skip
 def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, call):
     """Also with --save_every 0, after a step, and where the last process alone gets it."""
@@ -268,7 +269,7 @@ def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, 
 
 
 @pytest.mark.parametrize("patch", [
-    signal_in(4, "SIGTERM"), "del signal.SIGHUP",
+    signal_in(4, "SIGTERM"), "del signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU",
     "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + signal_in(2, "SIGHUP"),
 ])  # fmt: skip
 def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patch):

@@ -39,6 +39,8 @@ MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": 
 WIDE = MODEL | {"config": asdict(SMALL) | {"width": 4}}
 GATED = {"gate": torch.ones(2), "transformer.wpe.weight": torch.ones(16, 64)}
 GATED = MODEL | {"model": GPT(SMALL).state_dict() | GATED}
+DIVERGED = {name: torch.full_like(p, torch.nan) for name, p in MODEL["model"].items()}
+DIVERGED = MODEL | {"model": DIVERGED}
 RUN = MODEL | {"args": {"seq_len": 16, "total_batch_size": 256, "optimizer": "adamw"}}
 RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
@@ -52,7 +54,7 @@ REFUSED = {
     "negative": ("--max_steps -1", {}, "--max_steps -1: expected a finite number >= 0"),
     "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
     "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
-    "no such device": (f"--device {NO_DEVICE}", {}, f"--device {NO_DEVICE}: found c"),
+    "no such device": (f"--device {NO_DEVICE}", {}, "use --device auto"),
     "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
@@ -71,7 +73,7 @@ REFUSED = {
     "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
-    "log_dir is a file": (f"--log_dir {META}", {}, "File exists: 'data/meta.json'"),
+    "log_dir is a file": (f"--log_dir {META}", {}, "data/meta.json'"),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues its checkpoint; or"),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
@@ -87,8 +89,16 @@ REFUSED = {
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
-    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded: Unterminated string"),
-    "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "is not finished: run its fineweb.py"),
+    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is damaged: JSONDecodeError('Unterminated string"),
+    "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "data is not finished: wait for the fineweb.py"),
+    "a meta.json of something else": ("", {META: b"[1]"}, "meta.json is damaged: "),
+    "no progress": ("", {META: b'{"progress": {}}'}, "meta.json is damaged: KeyError('done')"),
+    "tokens of an unknown name": ("", {META: b'{"tokenizer": "foo", "vocab_size": 9}'}, "unknown tokenizer foo: expected bytes, gpt2"),
+    "a shard of both splits": ("", {"data/train_val_split_train.npy": b""}, "is it for train or val? Rename it"),
+    "back to an earlier checkpoint": ("--resume --init_from log/model_00001.pt", {"log/model_00001.pt": b"", "log/model_00002.pt": b""}, "--resume continues the newest checkpoint: move later ones away instead"),
+    "an adapter": ("--init_from hf", {"hf/adapter_config.json": b""}, "hf is an adapter: merge it first"),
+    "another family": ("--init_from hf", {"hf/config.json": b'{"model_type": "qwen2"}'}, "hf is no GPT-2: model_type is qwen2, expected gpt2"),
+    "export onto a file": ("--init_from x.pt --export_hf data/meta.json", {"x.pt": saved(MODEL)}, "data/meta.json'"),
 }  # fmt: skip
 GPT2 = np.arange(999, dtype=np.uint16)
 NANOGPT = {"nano/train.bin": GPT2.tobytes(), "nano/val.bin": GPT2.tobytes()}  # without a header
@@ -103,6 +113,10 @@ TAKEN = {
     "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
     "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
+    "a log_dir at home": ("--log_dir=~/runs", {}, "/runs/model_00002.pt"),
+    "a link that leads nowhere": ("", {"log": Path("disk/purged")}, "saved log/model_00002.pt"),
+    "a tiny temperature": ("--temperature 1e-40 --sample_every 2", {}, "sample 3: "),
+    "a model that has diverged": ("--sample --init_from x.pt", {"x.pt": saved(DIVERGED)}, "sample 3: "),
     "a log_dir in new folders": ("--log_dir a/b/c", {}, "saved a/b/c/model_00002.pt"),
     "a large B": ("--batch_size 999", {}, "B 16\n"),
 }  # fmt: skip
@@ -112,11 +126,14 @@ TAKEN = {
 def test_an_input_is_used_or_refused_in_one_line(case, tmp_path, monkeypatch, refused, capsys):
     words, files, text = (REFUSED | TAKEN)[case]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     write_shards(tmp_path / "data")
     for name, content in files.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).unlink(missing_ok=True)
-        if content is not None:
+        if isinstance(content, Path):
+            Path(name).symlink_to(content)
+        elif content is not None:
             Path(name).write_bytes(content)
     before = snapshot()
     flags = ["--data_dir", "data", "--max_steps", "2", *shlex.split(words)]
