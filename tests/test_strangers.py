@@ -95,7 +95,7 @@ REFUSED = {
     "no progress": ("", {META: b'{"progress": {}}'}, "meta.json is damaged: KeyError('done')"),
     "tokens of an unknown name": ("", {META: b'{"tokenizer": "foo", "vocab_size": 9}'}, "unknown tokenizer foo: expected bytes, gpt2"),
     "a shard of both splits": ("", {"data/train_val_split_train.npy": b""}, "is it for train or val? Rename it"),
-    "back to an earlier checkpoint": ("--resume --init_from log/model_00001.pt", {"log/model_00001.pt": b"", "log/model_00002.pt": b""}, "--resume continues the newest checkpoint: move later ones away instead"),
+    "back to an earlier checkpoint": ("--resume --init_from log/model_00001.pt", {"log/model_00001.pt": b"", "log/model_00002.pt": b""}, "--resume continues the newest checkpoint: to go back to an earlier"),
     "an adapter": ("--init_from hf", {"hf/adapter_config.json": b""}, "hf is an adapter: merge it first"),
     "another family": ("--init_from hf", {"hf/config.json": b'{"model_type": "qwen2"}'}, "hf is no GPT-2: model_type is qwen2, expected gpt2"),
     "export onto a file": ("--init_from x.pt --export_hf data/meta.json", {"x.pt": saved(MODEL)}, "data/meta.json'"),
