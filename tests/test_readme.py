@@ -70,6 +70,7 @@ def test_each_flag_exists():
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="its torchrun has no --shutdown_timeout")
 def test_torchrun_knows_its_flags():
     """torchrun's parser takes each of its command lines, those of several machines too."""
     lines = re.findall(r"torchrun (--.*?\.py\b[^&\n`]*)", README + MORE)
