@@ -183,6 +183,8 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     assert args.hellaswag_every is None
     args = defaults(max_steps=max_steps, total_batch_size=2**18)
     assert args.val_every == args.sample_every == 500
+    tokens = defaults(max_steps=max_steps, seq_len=768).total_batch_size
+    assert tokens % 768 == 0 and 0 <= 2**exponent - tokens < 768, "whole sequences"
 
 
 @pytest.mark.parametrize("every, expected", [(None, [0, 5, 10, 12]), (6, [0, 6, 12])])
@@ -282,7 +284,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, ref
     assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
     assert sorted(os.listdir("a")) == ["log.txt", "model_00008.pt", "model_00010.pt"]
     assert main("--init_from a --log_dir a --export_hf a") == 0
-    assert train_gpt2.load_source("a")["step"] == 10, "the run, which may go on, not its export"
+    assert train_gpt2.load_pretrained("a")["step"] == 10, "the run, which may go on, not its export"
 
 
 def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):

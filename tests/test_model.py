@@ -367,4 +367,4 @@ def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=re.escape(message)):
-        train_gpt2.load_source(str(tmp_path))
+        train_gpt2.load_pretrained(str(tmp_path))

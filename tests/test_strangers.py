@@ -51,6 +51,8 @@ NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
 REFUSED = {
     "abbreviated flag": ("--max_step 3", {}, "unrecognized arguments: --max_step"),
+    "a prompt of a pipe": ("--prompt -", {}, "--prompt - is for --sample"),
+    "nothing to evaluate": ("--init_from x.pt --max_steps 0 --val_every 0", {"x.pt": saved(MODEL)}, "nothing to evaluate: use --val_every 1 or"),
     "negative": ("--max_steps -1", {}, "--max_steps -1: expected a finite number >= 0"),
     "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
     "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
@@ -74,7 +76,7 @@ REFUSED = {
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "data/meta.json'"),
-    "a run": ("", {"log/log.txt": b""}, "log holds a run: --resume continues its checkpoint; or"),
+    "a run": ("", {"log/log.txt": b""}, "log holds a run, with 0 checkpoints: continue it by --resume, delete it, or"),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
