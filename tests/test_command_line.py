@@ -185,6 +185,7 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     assert args.val_every == args.sample_every == 500
     tokens = defaults(max_steps=max_steps, seq_len=768).total_batch_size
     assert tokens % 768 == 0 and 0 <= 2**exponent - tokens < 768, "whole sequences"
+    assert defaults(max_steps=max_steps, seq_len=2**20).total_batch_size == 2**20, "at least one"
 
 
 @pytest.mark.parametrize("every, expected", [(None, [0, 5, 10, 12]), (6, [0, 6, 12])])

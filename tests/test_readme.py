@@ -39,7 +39,7 @@ NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  #
 NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
 NOT_RUN.add(f"train_gpt2.py {FIRST}")
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
-FIELDS = ">or your own: its name, and then its tokens in hex\n"
+FIELDS = ">or your own, as its name and all its tokens in hex\n"
 CHANGES = {
     "the schedule": ("--schedule sqrt", ">SCHEDULES = {\n"),
     "the size": ("--model mini --seq_len 16", ">SIZES = {\n"),

@@ -353,5 +353,5 @@ def test_a_damaged_newest_checkpoint_is_named_and_nothing_is_changed(shards, ref
 def test_a_log_without_a_checkpoint_is_not_emptied(shards, refused):
     assert main("--max_steps 1 --save_every 0") == 0
     before = contents("log")
-    assert refused("log holds a run, with 0 checkpoints: ", "--resume")
+    assert refused("log holds a run: it has no checkpoint, ", "--resume")
     assert contents("log") == before
