@@ -9,11 +9,12 @@ python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files
 python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer made from the texts
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 
-A folder stands for all files in it but hidden and binary ones. A row of a .jsonl, .json, .csv,
-.tsv or .parquet file is a document; any other file is text in UTF-8, and one document, unless lines
-with nothing but <|endoftext|> divide it, as in TinyStories. It may be packed (.gz, .xz, .zst).
+A folder stands for all files in it, and in folders that it links to, but hidden and binary ones. A
+row of a .jsonl, .json, .csv, .tsv or .parquet file is a document; any other file is text in UTF-8,
+and one document, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. All may
+be packed (.gz, .xz, .zst). The line ends of a file of text become \\n: nothing else is changed.
 A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
-text, and may be cut by shards. A killed run continues with the same command, to the same bytes."""
+text, and may lie in two shards. A killed run continues with the same command, to the same bytes."""
 
 import argparse
 import ast
@@ -26,16 +27,15 @@ import json
 import lzma
 import os
 import re
-import shlex
-import signal
 import sys
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import chain, zip_longest
-from multiprocessing import connection, get_context
+from itertools import chain, islice, zip_longest
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import tiktoken
@@ -43,14 +43,9 @@ from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
-META_VERSION = 9  # raised whenever a folder of an older version cannot be continued
-OPTIONS = ("dataset", "name", "text_key", "tokenizer", "shard_size", "max_tokens", "val_tokens")
-OPTIONS += ("val_share",)  # all that the shards depend on, beside the files
-# Lines between documents of a text. The search is fast because the pattern begins with letters
-MARK = re.compile(r"<\|endoftext\|>(?<!.<\|endoftext\|>)\r?(?:\n<\|endoftext\|>\r?)*(?:\n|\Z)")
-DATA = re.compile(r"(?i)\.(parquet|jsonl?|csv|tsv|gz|xz|zst)$")  # endings of what is not plain text
-BATCH_SIZE = 2**19  # bytes of .jsonl, characters of text in a batch: ~0.06 s of work for a worker
-GROUP_SIZE = 2**26  # bytes: a larger row group of a .parquet file is read in several batches
+META_VERSION = 10  # raised whenever a folder of an older version cannot be continued
+EOT = "<|endoftext|>"
+BATCH_SIZE = 2**18  # characters that a thread encodes at a time, in ~0.02 s
 SAMPLE_SIZE = 2**25  # bytes of text to train a tokenizer: Chinese takes 3 GB and a minute
 # GPT-2's pattern of a word, but with the marks in it, such as vowels of Hindi, Thai or Arabic.
 # A token is in a word. None has more than 64 characters, because DNA and Chinese have no blanks
@@ -70,18 +65,18 @@ def require(condition: object, message: str) -> None:
 
 
 @contextmanager
-def naming(what: str) -> Iterator:
-    """Turn any error into a UserError that names `what`: few libraries say which file it was."""
+def naming(what: str, kind: type = Exception) -> Iterator:
+    """Turn an error into a UserError that names `what`: few libraries say which file it was."""
     try:
         yield
-    except Exception as error:
-        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-        raise UserError(f"{what}: {kind}{error}") from error
+    except kind as error:
+        name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{what}: {name}{error}") from error
 
 
 def write_file(path: str, content: bytes) -> None:
     """Write a file, which appears under its name only once it is whole."""
-    temporary = f"{path}.unfinished"  # if a killed run has left one, it is written over
+    temporary = f"{path}.{os.getpid()}.unfinished"  # two processes may make the same file at once
     with open(temporary, "wb") as file:
         file.write(content)
         file.flush()
@@ -101,20 +96,15 @@ def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
         name,
         pat_str=WORD,
         mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-        special_tokens={"<|endoftext|>": len(tokens)},  # the last one
+        special_tokens={EOT: len(tokens)},  # the last one
     )
 
 
-# ---- sources: which files there are, and the batches of texts in them ----------------------------
-# The main process cuts files into batches, which are functions that a worker calls: parse_lines on
-# some lines, MARK.split on a text, list on texts, or read_group. The first text that one returns
-# continues the document before it, or is empty. The others are documents, or None: a row without.
+# ---- sources: which files there are --------------------------------------------------------------
 
 
-def list_files(args: argparse.Namespace, old: dict) -> dict[str, list]:
+def list_files(args: argparse.Namespace) -> dict[str, list]:
     """Return the dataset's files in order: {address: [size, what changes with the content]}."""
-    if args.dataset and old:  # with the commit, or the version of Python, as at the beginning
-        return old.get("files", {})
     if args.dataset == "pydocs":
         return {"pydocs": [1, sys.version.split()[0]]}
     if args.dataset:
@@ -122,45 +112,44 @@ def list_files(args: argparse.Namespace, old: dict) -> dict[str, list]:
     paths = {}
     named = set()  # by themselves, and not because they are in a folder
     for name in map(os.path.expanduser, args.files):
-        # A name, even with brackets, or a glob. A folder stands for all that is not hidden in it
+        # A name, even with brackets, or a glob
         found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        named |= {os.path.abspath(path) for path in found}
-        for top in list(found):
-            for folder, subfolders, names in os.walk(top):  # follows no links, which may lead back
-                subfolders[:] = [name for name in subfolders if name[0] != "."]
-                found += [os.path.join(folder, name) for name in names if name[0] != "."]
-        found = sorted(filter(os.path.isfile, found))
-        require(found, f"--files {name}: there is no such file")
-        paths |= {os.path.realpath(path): os.path.abspath(path) for path in found}  # no file twice
+        named.update(map(os.path.abspath, found))
+        inside = sorted(path for top in found for path in walk(top))
+        expected = (
+            "expected files, globs or folders (not a URL, a pipe, or hidden files of a folder)"
+        )
+        require(inside, f"--files {name}: found no file, {expected}")
+        paths |= {os.path.realpath(path): os.path.abspath(path) for path in inside}  # no file twice
+    out = os.path.realpath(args.out) + os.sep  # holds shards, which are no texts
+    outside = sorted(path for real, path in paths.items() if not real.startswith(out))
+    require(outside, f"all --files lie inside --out {args.out}: choose another --out")
     files = {}
-    for path in sorted(paths.values()):
-        if Path(args.out).resolve() in Path(path).resolve().parents:  # our own shards
-            continue
-        size = os.path.getsize(path)
+    for path in outside:
         try:
-            begin(path, size, args.text_key)
+            next(read_file(path, args.text_key), None)
         except UserError as error:
             require(path not in named, str(error))
             print(f"{str(error)[:300]}: it is left out")  # as a picture among notes
             continue
         with open(path, "rb") as file:
-            files[path] = [size, hashlib.sha256(file.read(2**16)).hexdigest()]
+            digest = hashlib.sha256(file.read(2**16)).hexdigest()
+        files[path] = [os.path.getsize(path), digest]
+    require(files, "found no file of text (to_parquet makes one of a dataset's .arrow files)")
     return files
 
 
-def begin(path: str, size: int, text_key: str) -> None:
-    """Raise UserError unless a file begins with a text."""
-    with naming(path), open(path, "rb") as file:
-        if not re.search(r"(?i)\.parquet$", path):
-            start = unpack(file, os.path.splitext(path.lower())[1]).read(2**16)
-            require(b"\0" not in start, "it is packed, or not in UTF-8 (save UTF-16 as UTF-8)")
-        if DATA.search(path):
-            first = next(
-                read_file(path, size, text_key), None
-            )  # where a column is missing, it fails
-            if first and first[1].func is parse_lines:
-                lines, *rest = first[1].args
-                parse_lines([line for line in lines if not line.isspace()][:1], *rest)
+def walk(top: str) -> list[str]:
+    """Return a file, or all files in a folder and its links but for hidden ones."""
+    paths = [top]
+    seen = set()  # folders, because links may lead back
+    for folder, subfolders, names in os.walk(top, followlinks=True):
+        real = os.path.realpath(folder)
+        is_new = real not in seen
+        seen.add(real)
+        subfolders[:] = sorted(name for name in subfolders if is_new and name[0] != ".")
+        paths += [os.path.join(folder, name) for name in names if is_new and name[0] != "."]
+    return [path for path in paths if os.path.isfile(path)]
 
 
 def find_on_hub(dataset: str, name: str | None) -> list[str]:
@@ -174,136 +163,139 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
     return list(splits["train"])
 
 
-def read_file(address: str, size: int, text_key: str) -> Iterator[tuple]:
-    """Yield (share of the file that has been read, batch)."""
+# ---- sources: the rows of a file -----------------------------------------------------------------
+# A reader yields (text, whether it begins a document). The text is None for a row without one
+
+
+def fetch(address: str) -> str:
+    """Return the path of a file. One of the hub is downloaded, unless the user's cache has it."""
+    if "://" not in address:
+        return address
+    import datasets
+
+    return datasets.DownloadManager().download(address)
+
+
+def fetch_ahead(address: str) -> None:
+    """Download a file while another one is read."""
+    with suppress(Exception):  # read_file fetches it, too: it waits for this, or says what is wrong
+        fetch(address)
+
+
+def read_file(address: str, text_key: str) -> Iterator[tuple]:
+    """Yield (text, whether it begins a document, share of the file that was read)."""
+    if address == "pydocs":
+        yield from ((text, True, 1.0) for text in read_pydocs())
+        return
     name, packing = os.path.splitext(address.lower())
     ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
-    with naming(address):
-        if address == "pydocs":
-            yield 1.0, partial(list, ["", *read_pydocs()])
-        elif ending == ".parquet":
-            yield from read_parquet(address, text_key)
+    not_utf8 = naming("it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
+    with naming(address), not_utf8, open(fetch(address), "rb") as file:
+        size = max(1, file.seek(0, os.SEEK_END))
+        file.seek(0)
+        if ending == ".parquet":
+            rows = read_parquet(file, text_key)
+        elif ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
+            rows = read_jsonl(open_text(file, packing), text_key)
+        elif ending in (".csv", ".tsv"):
+            rows = read_csv(open_text(file, packing), text_key, ending)
         else:
-            file = open_file(address, "readahead")
-            lines = unpack(file, packing)
-            if ending in (".json", ".jsonl"):
-                batches = read_jsonl(lines, text_key)
-            elif ending in (".csv", ".tsv"):
-                batches = read_csv(lines, text_key, {".csv": ",", ".tsv": "\t"}[ending])
-            else:
-                batches = read_txt(lines)
-            yield from ((min(1.0, file.tell() / size), batch) for batch in batches)
+            rows = read_txt(open_text(file, packing))
+        for text, begins in rows:
+            yield text, begins, file.tell() / size
 
 
-def unpack(file: io.BufferedIOBase, packing: str) -> io.BufferedIOBase:
-    """Return the content of a file that is packed in this way, or not at all."""
+def open_text(file: io.BufferedReader, packing: str) -> io.TextIOWrapper:
+    """Return the text of a file that is packed in this way, or not at all. Lines end with \\n."""
     if packing == ".zst":
         import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
         file = pyarrow.CompressedInputStream(file, "zstd")
-    return {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
+    content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
+    start = content.peek(1)  # in fact its first 8 KB
+    is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
+    require(
+        not is_binary, "it is packed, or no plain text in UTF-8 (save .pdf, .rtf, UTF-16 as such)"
+    )
+    return io.TextIOWrapper(content, "utf-8-sig")  # -sig skips a byte order mark
 
 
-def open_file(address: str, cache: str) -> io.BufferedIOBase:
-    """Open a file, local or on the hub."""
-    if "://" not in address:
-        return open(address, "rb")
-    import fsspec
-
-    system, path = fsspec.url_to_fs(address)
-    return system.open(path, "rb", cache_type=cache)
-
-
-@lru_cache(1)
-def open_parquet(address: str):
-    """Return an open .parquet file. A process keeps it open: on the hub, opening takes a second."""
+def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
+    """Yield the rows of a .parquet file."""
     from pyarrow import parquet
 
-    # The buffer holds the texts of FineWeb's row groups, so that each of them is one request
-    return parquet.ParquetFile(open_file(address, "none"), buffer_size=2**24)  # bytes
+    # 4 MB at a time, where pre_buffer would read the column of the whole file
+    table = parquet.ParquetFile(file, buffer_size=2**22, pre_buffer=False)
+    names = table.schema_arrow.names
+    require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
+    for rows in table.iter_batches(128, columns=[text_key]):  # ~0.6 MB of FineWeb
+        for text in rows.column(0).to_pylist():
+            if not isinstance(text, str | None):
+                raise UserError(f"found {type(text)}, expected a text: see --text_key")
+            yield text, True
 
 
-def read_parquet(address: str, text_key: str) -> Iterator[tuple]:
-    """Yield the batches of a .parquet file: its row groups, which in FineWeb have 1,000 rows."""
-    open_parquet.cache_clear()  # in an earlier call of main, another file may have had this name
-    file = open_parquet(address)
-    names = file.schema_arrow.names
-    require(text_key in names, f"found the columns {names}, expected {text_key}: see --text_key")
-    row = 0
-    for group in range(file.num_row_groups):
-        if file.metadata.row_group(group).total_byte_size <= GROUP_SIZE:
-            row += file.metadata.row_group(group).num_rows
-            yield row / (file.metadata.num_rows or 1), partial(read_group, address, text_key, group)
-        else:  # pandas writes a million rows as one group: too many for a worker's memory
-            for rows in file.iter_batches(128, [group], [text_key]):  # ~0.6 MB of FineWeb
-                row += len(rows)
-                batch = partial(list, ["", *rows.column(text_key).to_pylist()])
-                yield row / file.metadata.num_rows, batch
+def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
+    """Yield the rows of a file with a record on each line, or of an array, read at once."""
+    if lines.buffer.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        records = map(json.dumps, json.load(lines))
+    else:
+        records = lines
+    for number, line in enumerate(records, 1):
+        if line.isspace():
+            continue
+        try:
+            text = json.loads(line)[text_key]
+            require(text is None or isinstance(text, str), "expected a text")
+        except (KeyError, TypeError, ValueError) as error:
+            expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
+            raise UserError(f"line {number}: {expected}, found {line[:50]!r}") from error
+        if re.search(r"\\u[dD]", line) and text:
+            # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        yield text, True
 
 
-def read_group(address: str, text_key: str, group: int) -> list[str | None]:
-    """Return the texts of a row group, which the process that tokenizes them reads itself."""
-    table = open_parquet(address).read_row_group(group, [text_key])
-    return ["", *table.column(text_key).to_pylist()]
+def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tuple]:
+    """Yield the rows of a .csv or .tsv file. The first line names the columns."""
+    csv.field_size_limit(2**31 - 1)  # characters of a cell
+    rows = csv.reader(lines, strict=True)  # refuses an open quote, which would take all behind it
+    if ending == ".tsv":  # where a quote is a character like others
+        rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    names = next(rows, [])
+    require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
+    try:
+        column = names.index(text_key)
+        line = 2  # where the row begins
+        for row in filter(None, rows):  # without blank lines
+            if len(row) != len(names):
+                raise csv.Error(f"found {len(row)} cells, expected {len(names)}")
+            yield row[column] or None, True
+            line = rows.line_num + 1
+    except csv.Error as error:
+        advice = "a cell with commas stands in quotes, and a quote in it is written twice"
+        raise UserError(f"row in line {line}: {error} ({advice})") from error
 
 
-def read_csv(file: io.BufferedIOBase, text_key: str, delimiter: str) -> Iterator[partial]:
-    """Yield the batches of a .csv or .tsv file. Row 1 names the columns. None has over 4 MB."""
-    from pyarrow import csv as arrow
-    from pyarrow import string
-
-    if delimiter == "," and file.seekable():  # PyArrow would take all behind an open quote as text
-        text = io.TextIOWrapper(file, "utf-8-sig", newline="")
-        csv.field_size_limit(2**31 - 1)  # bytes of a cell
-        for row in csv.reader(chain(text, ["\n", "the end"])):
-            last = row
-        found = "a quote begins a cell and is never closed, or commas do not divide the cells"
-        require(last == ["the end"], found)
-        text.detach().seek(0)
-    header = file.peek(1000).partition(b"\n")[0]
-    quote = False if delimiter == "\t" else '"'  # in a .tsv, a quote is a character like others
-    parse = arrow.ParseOptions(delimiter=delimiter, quote_char=quote, newlines_in_values=True)
-    convert = arrow.ConvertOptions(include_columns=[text_key], column_types={text_key: string()})
-    with naming(f"of {header}, divided by {delimiter!r}, --text_key {text_key} cannot be read"):
-        blocks = arrow.open_csv(file, arrow.ReadOptions(block_size=2**22), parse, convert)  # bytes
-    for rows in blocks:
-        yield partial(list, ["", *(text or None for text in rows.column(0).to_pylist())])
-
-
-def read_jsonl(file: io.BufferedIOBase, text_key: str) -> Iterator[partial]:
-    """Yield the batches of a file with a record on each line, or of an array, read at once."""
-    if file.peek(99).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):  # its rows become lines
-        file = io.BytesIO("\n".join(map(json.dumps, json.load(file))).encode())
-    number = 1
-    while lines := file.readlines(BATCH_SIZE):
-        yield partial(parse_lines, lines, number, text_key)
-        number += len(lines)
-
-
-def parse_lines(lines: list[bytes], first: int, text_key: str) -> list[str | None]:
-    """Return the texts of the lines that are not blank. `first` is the number of the first line."""
-    expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
-    texts = [""]
-    for number, line in enumerate(lines, first):
-        if not line.isspace():
-            with naming(f"line {number}: {expected}, found {line[:50]!r}"):
-                text = json.loads(line.decode("utf-8-sig"))[text_key]  # -sig skips byte order marks
-                # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-                text = None if text is None else re.sub("[\ud800-\udfff]", "\ufffd", text)
-                texts.append(text)
-    return texts
-
-
-def read_txt(file: io.BufferedIOBase) -> Iterator[partial]:
-    """Yield the batches of a text file, which may be larger than the memory."""
-    text = io.TextIOWrapper(file, "utf-8-sig", newline="")  # -sig skips a byte order mark
-    rest = "<|endoftext|>\n"  # the line that begins the first document
-    with naming("it is not text in UTF-8 (to convert it: iconv -f WINDOWS-1252 -t UTF-8)"):
-        while block := text.read(BATCH_SIZE):
-            *pieces, rest = cut(rest + block)
-            yield from (partial(MARK.split, piece) for piece in pieces)
-    rest = re.sub(r"(\n<\|endoftext\|>\r?)+\s*\Z", "\n", rest)  # no document begins at the end
-    yield partial(MARK.split, rest)
+def read_txt(text: io.TextIOWrapper) -> Iterator[tuple]:
+    """Yield the documents of a text file in parts, because it may be larger than the memory."""
+    part = ""
+    begins = True
+    lines = iter(partial(text.readline, BATCH_SIZE), "")  # a longer line comes in parts
+    for line in chain(lines, [None]):
+        is_mark = line in (EOT, f"{EOT}\n") and part[-1:] in ("", "\n")
+        if line is None or is_mark:
+            if part.strip() or not begins:
+                yield part, begins
+            part = ""
+            begins = True
+        else:
+            part += line
+        if len(part) > BATCH_SIZE:
+            *parts, part = cut(part)
+            for first in parts:
+                yield first, begins
+                begins = False
 
 
 def read_pydocs() -> Iterator[str]:
@@ -348,26 +340,30 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
     """Return what get_tokenizer takes: a name, the tokenizer of other shards, or a new one."""
     if args.tokenizer.isdecimal():
-        return train_tokenizer(files, args.text_key, int(args.tokenizer))
+        # Of a dataset on the hub, the first file must do: all of them may be hundreds of GB
+        sample = dict(islice(files.items(), 1)) if args.dataset else files
+        return train_tokenizer(sample, args.text_key, int(args.tokenizer))
     if args.tokenizer in ("gpt2", "bytes"):
         return args.tokenizer
     path = Path(args.tokenizer, "meta.json")
-    require(
-        path.exists(), f"--tokenizer {args.tokenizer}: expected gpt2, bytes, a number or shards"
-    )
+    expected = "expected gpt2, bytes, a number or shards"
+    require(path.exists(), f"--tokenizer {args.tokenizer}: {expected}")
     with naming(f"{path} names no tokenizer"):
         return json.loads(path.read_bytes())["tokenizer"]
 
 
 def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
     """Yield all texts or, of more than SAMPLE_SIZE bytes, a sample that is spread over all."""
-    size = 0
-    for (_, share), address, batch in read_batches(files, text_key, [0, 0]):
-        if size <= share * SAMPLE_SIZE:  # the sample has no more than its share of what was read
-            with naming(address):
-                for text in filter(None, batch()):
-                    size += len(text.encode())
-                    yield from cut(text)
+    total = max(1, sum(size for size, _ in files.values()))
+    read = 0  # bytes of whole files
+    taken = 0
+    for address, (size, _) in files.items():
+        for text, _, share in read_file(address, text_key):
+            # The sample has no more than its share of what was read
+            if text and taken <= SAMPLE_SIZE * (read + size * share) / total:
+                taken += len(text.encode())
+                yield from cut(text)
+        read += size
 
 
 def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
@@ -395,15 +391,14 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     return f"bpe-{count}-{hashlib.sha256(tokens.encode()).hexdigest()[:6]} {tokens}"
 
 
-# ---- from batches to tokens ----------------------------------------------------------------------
+# ---- from rows to tokens -------------------------------------------------------------------------
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in pieces of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
+    """Yield a text in parts of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
     # GPT-2's pattern always splits a text between a visible character and a blank or line end, so
-    # the pieces have the tokens of the whole. `.*` matches all it can, which finds the last such
-    # place. No piece ends with >, so that the line <|endoftext|> and its end are in one piece
-    until_break = re.compile(r"(?s:.*[^\s>])(?=[ \r\n])")
+    # the parts have the tokens of the whole. `.*` matches all it can: up to the last such place
+    until_break = re.compile(r"(?s:.*\S)(?=[ \r\n])")
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
@@ -414,133 +409,113 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def read_batches(files: dict[str, list], text_key: str, position: list) -> Iterator[tuple]:
-    """Yield ((place, share of the bytes read), address, batch) from a position on."""
+def read_batches(args: argparse.Namespace, files: dict, position: list) -> Iterator[tuple]:
+    """Yield (position, share of all files read, batch) from a position on. A batch begins at its
+    position, [file, row, rows without text before it]. The last one is empty, at the end."""
     sizes = [max(1, size) for size, _ in files.values()]
-    for k, address in list(enumerate(files))[position[0] :]:
-        for number, (share, batch) in enumerate(read_file(address, sizes[k], text_key)):
-            if [k, number] >= position[:2]:
-                read = sum(sizes[:k]) + share * sizes[k]
-                yield ([k, number], read / sum(sizes)), address, batch
+    addresses = list(files)
+    first, start, nulls = position
+    total = sum(sizes)
+    read = sum(sizes[:first])  # bytes of whole files
+    batch = []
+    length = 0  # of the batch, in characters
+    for k in range(first, len(files)):
+        # --max_tokens may be reached before the next file is needed
+        if args.dataset and not args.max_tokens and k + 1 < len(files):
+            Thread(target=fetch_ahead, args=(addresses[k + 1],), daemon=True).start()
+        rows = enumerate(read_file(addresses[k], args.text_key), 1)
+        for row, (text, begins, share) in islice(rows, start, None):
+            if text is None:
+                nulls += 1
+            else:
+                batch.append((text, begins))
+                length += len(text) + 1  # so that documents without a character count, too
+            if length >= BATCH_SIZE:
+                yield position, (read + share * sizes[k]) / total, batch
+                position = [k, row, nulls]
+                batch = []
+                length = 0
+        start = 0
+        read += sizes[k]
+    yield position, 1.0, batch
+    yield [len(files), 0, nulls], 1.0, []
 
 
-def encode(tokenizer: str, address: str, batch: partial) -> tuple[np.ndarray, int]:
-    """Return the tokens of a batch, whose first text continues a document, and its rows without."""
-    enc = get_tokenizer(tokenizer)
-    pieces = []
-    with naming(address):
-        texts = batch()
-        for text in (text for text in texts if text is not None):
-            require(isinstance(text, str), f"found {type(text)}, expected a text: see --text_key")
-            pieces.append([enc.eot_token])
-            # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
-            pieces += [enc.encode_to_numpy(piece, disallowed_special=()) for piece in cut(text)]
-    return np.concatenate(pieces[1:], dtype=np.uint16, casting="unsafe"), texts.count(None)
+def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
+    """Return the tokens of a batch."""
+    together = "".join([EOT * begins + text for text, begins in batch])
+    has_quotes = together.count(EOT) > sum(begins for _, begins in batch)
+    if len(together) <= 2 * BATCH_SIZE and not has_quotes:
+        # In one call, because a thread waits for Python's lock at the end of each
+        return enc.encode_to_numpy(together, allowed_special="all").astype("<u2")
+    tokens = [[]]
+    for text, begins in batch:
+        if begins:
+            tokens.append([enc.eot_token])
+        # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
+        tokens += [enc.encode_to_numpy(part, disallowed_special=()) for part in cut(text)]
+    return np.concatenate(tokens, dtype="<u2", casting="unsafe")
 
 
-def work(pipe: connection.Connection, tokenizer: str) -> None:
-    """Encode the batches that arrive by a pipe, in a process of its own."""
-    answer = None  # the first one says that this worker is ready
-    with suppress(EOFError, OSError):  # the main process has ended, in whatever way
-        while True:
-            pipe.send(answer)
-            try:
-                answer = encode(tokenizer, *pipe.recv())
-            except UserError as error:
-                answer = error
-
-
-def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
-    """Yield (place, result of encode) for all batches, in order, by this many processes."""
-    if workers == 1:
-        yield from ((place, encode(tokenizer, *job)) for place, *job in batches)
-        return
-    busy = {}  # {pipe to a worker: [place, None] of its batch, also in `waiting`}, oldest first
-    # Processes: Python's lock would limit many threads. A fork would copy locks that threads hold
-    context = get_context("spawn")
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers inherit that it is ignored
-    with naming(f"--workers {workers}: use fewer, or a higher ulimit -n"):
-        for _ in range(workers):
-            pipe, other = context.Pipe()
-            context.Process(target=work, args=(other, tokenizer), daemon=True).start()
-            other.close()  # now the worker alone holds this end: when it dies, the pipe ends
-            busy[pipe] = [None, None]
-    signal.signal(signal.SIGINT, handler)
-    waiting = []  # [place, result or None], in the order of the documents
-    try:
-        while busy:
-            # Workers that are far ahead wait for the oldest batch: tokens must not fill the memory
-            count = workers if len(waiting) < 4 * workers else 1
-            for pipe in connection.wait(list(busy)[:count]):
-                result = busy.pop(pipe)
-                result[1] = pipe.recv()
-                if isinstance(result[1], UserError):
-                    raise result[1]
-                if following := next(batches, None):
-                    pipe.send(following[1:])
-                    busy[pipe] = [following[0], None]
-                    waiting.append(busy[pipe])
-            while waiting and waiting[0][1] is not None:
-                yield waiting.pop(0)
-    except (EOFError, OSError) as error:  # of a pipe: reading a file raises UserErrors only
-        raise UserError("a worker was killed: if memory was full, use fewer --workers") from error
+def tokenize(batches: Iterator[tuple], enc: tiktoken.Encoding, workers: int) -> Iterator[tuple]:
+    """Yield (position, share, tokens) of all batches, in order, encoded by this many threads."""
+    with ThreadPoolExecutor(workers) as pool:  # tiktoken encodes without Python's lock
+        waiting = deque()
+        for position, share, batch in batches:
+            waiting.append((position, share, pool.submit(encode, enc, batch)))
+            if len(waiting) > 4 * workers:  # tokens must not fill the memory
+                *place, tokens = waiting.popleft()
+                yield *place, tokens.result()
+        for *place, tokens in waiting:
+            yield *place, tokens.result()
 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
-# The tokens of all files, one after the other, are cut into chunks of --shard_size. While one chunk
-# is filled in memory, a thread divides the last one into validation and training, writes a shard of
-# each, and then meta.json, which says how many chunks are finished, and where the next one begins:
-# [file, batch in it, token in the batch, hash of its tokens before that]. The same command reads on
-# from there, and writes shards that are not in meta.json yet again, with the same bytes. What was
-# read must be as it was, under whatever name. What was not may change: a file can be mended.
+# A chunk is about --shard_size tokens, and ends where a batch ends. It becomes a shard of each
+# split. Then meta.json says how many chunks are finished, and where the last batch of them begins.
+# The same command reads on from there, and writes shards that are not in meta.json yet again, with
+# the same bytes. What was read must be as it was, under whatever names: whole files, and the last
+# batch. What was not read may change, so that a broken row can be mended.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
     """Fill chunk after chunk from the position in meta.json on."""
-    if meta["progress"]["chunks"] == 0:  # the folder is tried before hours of work
-        os.makedirs(args.out, exist_ok=True)
+    if not meta["shards"]:  # the folder is tried before hours of work
+        os.makedirs(os.path.realpath(args.out), exist_ok=True)  # also where a link leads nowhere
         write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
-    position = meta["progress"]["position"]
-    nulls = meta["rows_without_text"]
+    batches = read_batches(args, meta["files"], meta["progress"]["position"])
+    batches = tokenize(batches, get_tokenizer(meta["tokenizer"]), args.workers)
+    if meta["shards"]:
+        _, _, tokens = next(batches)
+        found = hashlib.sha256(tokens).hexdigest()
+        changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
+        require(found == meta["progress"]["last_batch"], changed)
     total = count_tokens(meta)  # so far
     budget = args.max_tokens or sys.maxsize
-    chunk = np.empty(args.shard_size, dtype="<u2")  # 200 MB by default
-    start = position[2]  # tokens of the first batch that are in a chunk already
-    changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
-    batches = read_batches(meta["files"], args.text_key, position)
-    batches = tokenize(batches, meta["tokenizer"], args.workers)
+    chunk = []
     bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)  # on a terminal only
-    with bar, ThreadPoolExecutor(1) as writer:
-        saved = writer.submit(int)  # the chunk before: at first none, and int() returns
-        for (place, share), (tokens, new_nulls) in batches:
-            read = [*place, start, hashlib.sha256(tokens[:start]).hexdigest()]
-            require(start == 0 or read == position, changed)
-            nulls += new_nulls * (start == 0)
-            while start < len(tokens) and total < budget:
-                filled = total % args.shard_size  # tokens in the chunk
-                size = min(len(tokens) - start, args.shard_size - filled, budget - total)
-                chunk[filled : filled + size] = tokens[start : start + size]
-                start += size
-                total += size
-                if filled + size == args.shard_size:
-                    saved.result()  # waits for the chunk before, and raises what went wrong there
-                    read = [*place, start, hashlib.sha256(tokens[:start]).hexdigest()]
-                    saved = writer.submit(save_chunk, args, meta, chunk, nulls, read)
-                    chunk = np.empty_like(chunk)
-            bar.total = min(budget, round(total / max(share, 1e-9)))  # about, if not the budget
+    with bar, ThreadPoolExecutor(1) as writer:  # of a chunk, while the next one is filled
+        saved = writer.submit(int)  # at first nothing, and int() returns
+        for position, share, tokens in batches:
+            chunk.append(tokens[: budget - total])
+            total += len(chunk[-1])
+            bar.total = min(budget, round(total / share))  # about, if it is not the budget
             bar.update(total - bar.n)
-            start = 0
             if total == budget:
                 break
-        require(start == 0, changed)
+            if sum(map(len, chunk)) >= args.shard_size:
+                saved.result()  # waits for the chunk before, and raises what went wrong there
+                saved = writer.submit(save_chunk, args, meta, chunk, position)
+                chunk = []
         saved.result()
-    save_chunk(args, meta, chunk[: total % args.shard_size], nulls)  # may be short or empty
+    save_chunk(args, meta, chunk, position, done=True)  # may be short or empty
 
 
-def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list | None = None):
-    """Write a shard of each split, then meta.json with the next position (None at the end)."""
-    is_val = choose_validation(args, meta, tokens)
+def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=False) -> None:
+    """Write a shard of each split, then meta.json with the position of the chunk's last batch."""
     chunks = meta["progress"]["chunks"]
+    tokens = np.concatenate(chunk)
+    is_val = choose_validation(args, meta, len(tokens))
     for split, chosen in (("val", is_val), ("train", ~is_val)):
         if chosen.any():
             name = f"{split}_{chunks:06d}.npy"
@@ -549,30 +524,24 @@ def save_chunk(args, meta: dict, tokens: np.ndarray, nulls: int, position: list 
             write_file(f"{args.out}/{name}", shard.getvalue())
             sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
-    meta["progress"] = {"chunks": chunks + 1, "position": position, "done": position is None}
-    meta["rows_without_text"] = nulls
+    last_batch = hashlib.sha256(chunk[-1]).hexdigest()
+    meta["progress"] = {"chunks": chunks + 1, "position": position, "last_batch": last_batch}
+    meta["progress"]["done"] = done
     write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
 
 
-def choose_validation(args: argparse.Namespace, meta: dict, tokens: np.ndarray) -> np.ndarray:
-    """Return the mask of a chunk's validation tokens."""
-    # Documents are cut into pieces of 1/32 of all tokens so far, 16 to 8192, so that a small corpus
-    # gives some of everything. Validation gets a piece whenever it has no more than its share
-    is_val = np.zeros(len(tokens), dtype=bool)
-    val = count_tokens(meta, "val")
-    total = count_tokens(meta)
-    limit = args.val_tokens if args.val_share > 0 else 0
-    ends = np.append(np.flatnonzero(tokens == meta["eot"]), len(tokens))  # of documents
-    start = 0
-    for end in ends.tolist():
-        while start < end and val < limit:
-            size = min(end - start, 8192, max(16, total // 32))
-            if val <= args.val_share * total:
-                size = min(size, limit - val)
-                is_val[start : start + size] = True
-                val += size
-            start += size
-            total += size
+def choose_validation(args: argparse.Namespace, meta: dict, size: int) -> np.ndarray:
+    """Return the mask of the validation tokens among the next `size` tokens."""
+    # All tokens are cut into pieces. Validation gets those at which the count of its pieces, which
+    # is rounded, rises: with a share of 0.1, the fifth of every ten
+    length = meta["piece_size"]
+    start = count_tokens(meta)
+    pieces = np.arange(start // length, (start + size) // length + 2)
+    is_val = np.diff(np.floor(pieces * args.val_share + 0.5)) > 0
+    is_val = np.repeat(is_val, length)[start % length :][:size]
+    excess = count_tokens(meta, "val") + int(is_val.sum()) - args.val_tokens
+    if excess > 0:
+        is_val[np.flatnonzero(is_val)[-excess:]] = False
     return is_val
 
 
@@ -582,40 +551,45 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 
 def find_meta(args: argparse.Namespace) -> dict:
-    """Return this run's meta.json as an earlier start left it, or a new one, after all checks."""
-    shards = list(Path(args.out).glob("*.npy"))
-    path = Path(args.out, "meta.json")
-    found = {}
-    if shards:  # without, nothing was made yet
-        require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
-        with naming(f"{path} is damaged: delete the folder to start over"):
-            found = json.loads(path.read_bytes())
-    options = {"version": META_VERSION} | {key: getattr(args, key) for key in OPTIONS}
-    if found:
-        for key, new in options.items():
-            old = found.get("options", {}).get(key)
-            require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
-    files = list_files(args, found)
-    if found:
-        # Files that were read to their end must be there, in this order, under whatever names
-        position = found["progress"]["position"] or [None]  # None: all were read
-        before, now = (list(x.items())[: position[0]] for x in (found["files"], files))
-        for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
-            require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
-    require(files, "found no file of text (to_parquet makes one of a dataset's .arrow files)")
-    tokenizer = found.get("tokenizer") or choose_tokenizer(args, files)
+    """Return meta.json as an earlier start of the same run has left it, or a new one."""
+    others = ("files", "out", "workers")  # flags on which the shards do not depend
+    options = {"version": META_VERSION} | {k: v for k, v in vars(args).items() if k not in others}
+    if list(Path(args.out).glob("*.npy")):
+        return check_meta(args, options)
+    files = list_files(args)
+    tokenizer = choose_tokenizer(args, files)
     enc = get_tokenizer(tokenizer)
-    meta = {
+    is_small = args.dataset in (None, "pydocs") and sum(size for size, _ in files.values()) < 2**24
+    return {
         "tokenizer": tokenizer,  # this and the next two are for the trainer
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
-        "options": options,  # every start compares them
+        "options": options,
+        # Tokens that go to validation together. 16 MB of text have 50 longer pieces for it
+        "piece_size": 512 if is_small else 8192,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
-        "progress": {"chunks": 0, "position": [0, 0, 0, ""], "done": False},
-        "rows_without_text": 0,
+        "progress": {"chunks": 0, "position": [0, 0, 0], "done": False},  # see read_batches
+        "files": files,
     }
-    meta |= found
-    meta["files"] = files  # every start compares those that were read
+
+
+def check_meta(args: argparse.Namespace, options: dict) -> dict:
+    """Return the meta.json of a run, after a check that nothing has changed since."""
+    path = Path(args.out, "meta.json")
+    require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
+    with naming(f"{path} is damaged: delete the folder to start over"):
+        meta = json.loads(path.read_bytes())
+        before = meta.get("options", {})
+    for key, new in options.items():
+        old = before.get(key)
+        require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
+    if args.files:  # those of a dataset stay as they were at the beginning
+        files = list_files(args)
+        read = None if meta["progress"]["done"] else meta["progress"]["position"][0]  # None: all
+        before, now = (list(x.items())[:read] for x in (meta["files"], files))
+        for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
+            require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
+        meta["files"] = files
     for name, shard in meta["shards"].items():
         with naming(f"{args.out}/{name} is not as it was: put it back, or delete the folder"):
             sha256 = hashlib.sha256(Path(args.out, name).read_bytes()).hexdigest()
@@ -626,46 +600,38 @@ def find_meta(args: argparse.Namespace) -> dict:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def look(args: argparse.Namespace, meta: dict) -> tuple[float, str]:
-    """Return how many bytes a token of the training data has, and words that begin a document."""
-    name = next(name for name in meta["shards"] if name.startswith("train"))
-    tokens = np.load(Path(args.out, name), mmap_mode="r")[: 10**6]
-    enc = get_tokenizer(meta["tokenizer"])
-    size = len(enc.decode_bytes(tokens[tokens != meta["eot"]].tolist())) / len(tokens)
-    begin = int(np.argmax(tokens == meta["eot"]))
-    text = enc.decode_bytes(tokens[begin : begin + 60].tolist()).decode(errors="ignore")
-    words = text.replace("<|endoftext|>", "").split()
-    prompt = " ".join(words[:2])
-    return size, prompt if len(prompt) <= 20 else words[0][:20]
+def quote(word: str) -> str:
+    """Return a word of a command line as bash and Windows' cmd.exe both take it."""
+    return word if re.fullmatch(r"[\w:+=,./-]+", word) else f'"{word}"'
 
 
 def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
-    """Return the next command, for this amount of text."""
-    command = f"python train_gpt2.py --data_dir {shlex.quote(args.out)}"
+    """Return the next command for this amount of text: for a CPU, if that is enough, and a GPU."""
     train = count_tokens(meta, "train")
-    if args.tokenizer == "gpt2" and train >= 2.5e9:
-        return f"next: {command}"
-    command += " --val_every 0" * (count_tokens(meta, "val") == 0)  # --val_share is 0
-    command += " --log_dir " + shlex.quote("log/" + Path(args.out).resolve().name)
-    command += f" --prompt {shlex.quote(prompt)}"
-    # All of the validation text, if that is possible: it is in the order of the files
-    val_tokens = min(count_tokens(meta, "val"), 500_000)
-    on_cpu = f"next: {command} --quickstart --val_tokens {val_tokens}"
+    val = count_tokens(meta, "val")
+    log_dir = f"log/{Path(args.out).resolve().name}"
+    command = f"python train_gpt2.py --data_dir {quote(args.out)} --log_dir {quote(log_dir)}"
+    command += f' --prompt="{prompt}"'
+    command += " --val_every 0" * (val == 0)  # --val_share is 0
+    if train >= 2.5e9:
+        return f"next, on a GPU:\n{command}"
     if train >= 10**8:
         # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
-        return f"next: {command} --optimizer muon --max_steps {round((4 * train / 27.5) ** 0.5)}"
-    steps = 4 * train // 16384 + 1  # four epochs
-    on_gpu = f"{command} --optimizer muon --model d6 --seq_len 256"
-    if args.tokenizer == "gpt2":  # OpenAI's model knows English already
-        steps = 3 * train // 16384 + 1
-        on_gpu = f"{command} --init_from gpt2"
-        on_gpu += " --seq_len 256" * (count_tokens(meta, "val") <= 1024)  # its context
-    on_gpu += f" --total_batch_size 16384 --max_steps {steps}"
-    if count_tokens(meta, "val"):  # to see whether the texts are learnt by heart
+        steps = round((4 * train / 27.5) ** 0.5)
+        return f"next, on a GPU:\n{command} --optimizer muon --max_steps {steps}"
+    model, epochs = "--optimizer muon --model d6 --seq_len 256", 4
+    if args.tokenizer == "gpt2":
+        model, epochs = "--init_from gpt2", 3  # OpenAI's model, which knows English already
+    steps = epochs * train // 16384 + 1
+    on_gpu = f"{command} {model} --total_batch_size 16384 --max_steps {steps}"
+    if val:  # to see when the texts are learnt by heart
         on_gpu += f" --val_every {steps // 10 + 1}"
-    if meta["vocab_size"] <= 2**13:  # few enough for a CPU
-        return f"{on_cpu}\nor, on a GPU: {on_gpu}"
-    return f"next, on a GPU (without one, use --tokenizer 2048 and another --out): {on_gpu}"
+    if meta["vocab_size"] > 2**13:  # too many for a CPU
+        advice = "without one, take fewer tokens: --tokenizer 2048 and another --out"
+        return f"next, on a GPU ({advice}):\n{on_gpu}"
+    # All of the validation text, if that is possible: it is in the order of the files
+    on_cpu = f"{command} --quickstart --val_tokens {min(val, 500_000)}"
+    return f"next, without a GPU (a small model, in minutes):\n{on_cpu}\nor with a GPU:\n{on_gpu}"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -681,10 +647,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--tokenizer", help="gpt2 (default), bytes, a size to train one, or shards that have one")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
     add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
+    add("--max_tokens", type=int, help="stop after this many tokens")
     add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
     add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
-    add("--max_tokens", type=int, help="stop after this many tokens")
-    add("--workers", type=int, help="processes (default: 1 per core, from the hub 1.5)")
+    add("--workers", type=int, help="threads (default: 1 per core)")
     args = parser.parse_args(argv)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     args.dataset = args.dataset or (None if args.files else FINEWEB)
@@ -695,54 +661,63 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.tokenizer.isdecimal():
         require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
     if args.workers is None:
-        # A job may use some cores only. While a worker waits for the hub, another can use its core
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        args.workers = {None: cores, "pydocs": 1}.get(args.dataset, cores + cores // 2)
-    for n in (args.shard_size, args.workers, args.max_tokens):
-        require(n is None or n > 0, "--shard_size, --workers and --max_tokens are at least 1")
+        is_limited = hasattr(os, "sched_getaffinity")  # a job may use some of the cores only
+        args.workers = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count()
     if args.val_share is None:
         # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
         args.val_share = {FINEWEB: 1.0}.get(args.dataset, 0.1)
     require(0 <= args.val_share <= 1, "--val_share is a number from 0 to 1")
     if args.val_tokens is None:
         args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
+    for flag, least in (("shard_size", 1), ("max_tokens", 1), ("workers", 1), ("val_tokens", 0)):
+        value = getattr(args, flag)
+        require(value is None or value >= least, f"--{flag} {value}: expected {least} or more")
     return args
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run a command line. Without one, run that of the process, and say what to run next."""
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # or each process reports each new try
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may hold what a console cannot print
     try:
         args = parse_args(argv)
         meta = find_meta(args)
         if not meta["progress"]["done"]:
-            hub = "; the hub may make us wait (less with HF_TOKEN)" * ("/" in str(args.dataset))
-            print(f"making {args.out}: if interrupted, the same command continues{hub}", flush=True)
+            print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
-        train = count_tokens(meta, "train")
-        require(train, "no training tokens: more files, or a lower --val_share?")
-        if nulls := meta["rows_without_text"]:
-            print(f"{nulls:,} row(s) had no text")
-        print(f"{train:,} tokens to train and {count_tokens(meta, 'val'):,} to validate")
-        size, prompt = look(args, meta)
-        if train * size < 10**5:
-            print("this is too little to learn from: a model needs 120 KB of text or more")
-        if args.tokenizer != "bytes":
-            print(f"a token has {size:.2f} bytes")
-        if args.tokenizer == "gpt2" and size < 3:  # English has 3.4 to 4.6
-            print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
-            words = sys.argv[1:] if argv is None else argv
-            better = shlex.join([*words, "--out", f"{args.out}_4096"])  # of two, the last counts
-            print(f"python fineweb.py {better} --tokenizer 4096")
-        if argv is None and train >= 3000:  # a tenth of fewer is no context for validation
-            print(suggest(args, meta, prompt))
+        report(args, meta, argv)
     except (UserError, OSError) as error:
         print("fineweb.py:", *str(error).split(), file=sys.stderr)  # all its lines as one
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)  # 128 plus SIGINT's number
+
+
+def report(args: argparse.Namespace, meta: dict, argv: list[str] | None) -> None:
+    """Print what was made and, to a user of the command line, what to run next."""
+    train = count_tokens(meta, "train")
+    require(train, "no training tokens: more files, or a lower --val_share?")
+    *_, nulls = meta["progress"]["position"]
+    if nulls:
+        print(f"{nulls:,} row(s) had no text")
+    sizes = {name: meta["shards"][name]["tokens"] for name in meta["shards"] if "train" in name}
+    tokens = np.load(Path(args.out, max(sizes, key=sizes.get)), mmap_mode="r")[: 10**6]
+    text = get_tokenizer(meta["tokenizer"]).decode(tokens.tolist())
+    size = len(text.replace(EOT, "").encode()) / len(tokens)
+    val = count_tokens(meta, "val")
+    print(f"{train:,} tokens to train and {val:,} to validate, of {size:.2f} bytes each")
+    if args.tokenizer == "gpt2" and size < 3:  # English has 3.4 to 4.6
+        words = sys.argv[1:] if argv is None else argv
+        better = [*words, "--out", f"{args.out}_4096", "--tokenizer", "4096"]  # the last ones count
+        print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
+        print("python fineweb.py", *map(quote, better))
+    if train * size < 10**5:
+        print("this is too little to learn from: a model needs 120 KB of text or more")
+    elif argv is None:
+        # The words that begin a document, without what means something to a shell
+        start = text.partition(EOT)[2] or text
+        words = re.sub(r"[\"$%!`\\]", " ", start[:200]).split()
+        print(suggest(args, meta, " ".join(words[:2])[:20]))
 
 
 if __name__ == "__main__":
