@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from threading import Thread
@@ -84,7 +84,6 @@ def write_file(path: str, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-@lru_cache
 def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
     """Return GPT-2's tokenizer, or that of the bytes and of the tokens after its name, in hex."""
     name, *others = tokenizer.split()
@@ -116,16 +115,11 @@ def list_files(args: argparse.Namespace) -> dict[str, list]:
         found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
         named.update(map(os.path.abspath, found))
         inside = sorted(path for top in found for path in walk(top))
-        expected = (
-            "expected files, globs or folders (not a URL, a pipe, or hidden files of a folder)"
-        )
-        require(inside, f"--files {name}: found no file, {expected}")
+        require(inside, f"--files {name}: found no file (expected files, folders, globs; no URL)")
         paths |= {os.path.realpath(path): os.path.abspath(path) for path in inside}  # no file twice
     out = os.path.realpath(args.out) + os.sep  # holds shards, which are no texts
-    outside = sorted(path for real, path in paths.items() if not real.startswith(out))
-    require(outside, f"all --files lie inside --out {args.out}: choose another --out")
     files = {}
-    for path in outside:
+    for path in sorted(path for real, path in paths.items() if not real.startswith(out)):
         try:
             next(read_file(path, args.text_key), None)
         except UserError as error:
@@ -135,7 +129,8 @@ def list_files(args: argparse.Namespace) -> dict[str, list]:
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read(2**16)).hexdigest()
         files[path] = [os.path.getsize(path), digest]
-    require(files, "found no file of text (to_parquet makes one of a dataset's .arrow files)")
+    found = f"found no file of text outside --out {args.out}"
+    require(files, f"{found} (to_parquet makes one of a dataset's .arrow files)")
     return files
 
 
@@ -144,9 +139,8 @@ def walk(top: str) -> list[str]:
     paths = [top]
     seen = set()  # folders, because links may lead back
     for folder, subfolders, names in os.walk(top, followlinks=True):
-        real = os.path.realpath(folder)
-        is_new = real not in seen
-        seen.add(real)
+        is_new = os.path.realpath(folder) not in seen
+        seen.add(os.path.realpath(folder))
         subfolders[:] = sorted(name for name in subfolders if is_new and name[0] != ".")
         paths += [os.path.join(folder, name) for name in names if is_new and name[0] != "."]
     return [path for path in paths if os.path.isfile(path)]
@@ -164,7 +158,7 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
 
 
 # ---- sources: the rows of a file -----------------------------------------------------------------
-# A reader yields (text, whether it begins a document). The text is None for a row without one
+# A reader yields (text, whether it begins a document), and skips rows without a text
 
 
 def fetch(address: str) -> str:
@@ -195,18 +189,14 @@ def read_file(address: str, text_key: str) -> Iterator[tuple]:
         file.seek(0)
         if ending == ".parquet":
             rows = read_parquet(file, text_key)
-        elif ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
-            rows = read_jsonl(open_text(file, packing), text_key)
-        elif ending in (".csv", ".tsv"):
-            rows = read_csv(open_text(file, packing), text_key, ending)
         else:
-            rows = read_txt(open_text(file, packing))
+            rows = read_text(file, text_key, ending, packing)
         for text, begins in rows:
             yield text, begins, file.tell() / size
 
 
-def open_text(file: io.BufferedReader, packing: str) -> io.TextIOWrapper:
-    """Return the text of a file that is packed in this way, or not at all. Lines end with \\n."""
+def read_text(file: io.BufferedReader, text_key: str, ending: str, packing: str) -> Iterator[tuple]:
+    """Yield the rows of any other file. Its line ends become \\n."""
     if packing == ".zst":
         import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
@@ -214,10 +204,14 @@ def open_text(file: io.BufferedReader, packing: str) -> io.TextIOWrapper:
     content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
     start = content.peek(1)  # in fact its first 8 KB
     is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
-    require(
-        not is_binary, "it is packed, or no plain text in UTF-8 (save .pdf, .rtf, UTF-16 as such)"
-    )
-    return io.TextIOWrapper(content, "utf-8-sig")  # -sig skips a byte order mark
+    require(not is_binary, "it is packed, or no plain text in UTF-8: save it as such")
+    with io.TextIOWrapper(content, "utf-8-sig") as lines:  # -sig skips a byte order mark
+        if ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
+            yield from read_jsonl(lines, text_key)
+        elif ending in (".csv", ".tsv"):
+            yield from read_csv(lines, text_key, ending)
+        else:
+            yield from read_txt(lines)
 
 
 def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
@@ -228,10 +222,10 @@ def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
     table = parquet.ParquetFile(file, buffer_size=2**22, pre_buffer=False)
     names = table.schema_arrow.names
     require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
+    found = f"found {table.schema_arrow.field(text_key).type}, expected a text: see --text_key"
     for rows in table.iter_batches(128, columns=[text_key]):  # ~0.6 MB of FineWeb
-        for text in rows.column(0).to_pylist():
-            if not isinstance(text, str | None):
-                raise UserError(f"found {type(text)}, expected a text: see --text_key")
+        for text in rows.column(0).drop_null().to_pylist():
+            require(isinstance(text, str), found)
             yield text, True
 
 
@@ -246,14 +240,15 @@ def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
             continue
         try:
             text = json.loads(line)[text_key]
-            require(text is None or isinstance(text, str), "expected a text")
+            require(isinstance(text, str | None), "it is no text")
         except (KeyError, TypeError, ValueError) as error:
             expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
             raise UserError(f"line {number}: {expected}, found {line[:50]!r}") from error
-        if re.search(r"\\u[dD]", line) and text:
-            # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        yield text, True
+        if text is not None:
+            if re.search(r"\\u[dD]", line):
+                # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
+                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield text, True
 
 
 def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tuple]:
@@ -270,7 +265,8 @@ def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tu
         for row in filter(None, rows):  # without blank lines
             if len(row) != len(names):
                 raise csv.Error(f"found {len(row)} cells, expected {len(names)}")
-            yield row[column] or None, True
+            if row[column]:
+                yield row[column], True
             line = rows.line_num + 1
     except csv.Error as error:
         advice = "a cell with commas stands in quotes, and a quote in it is written twice"
@@ -340,16 +336,18 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
     """Return what get_tokenizer takes: a name, the tokenizer of other shards, or a new one."""
     if args.tokenizer.isdecimal():
-        # Of a dataset on the hub, the first file must do: all of them may be hundreds of GB
-        sample = dict(islice(files.items(), 1)) if args.dataset else files
-        return train_tokenizer(sample, args.text_key, int(args.tokenizer))
+        if args.dataset:  # all files of the hub may be hundreds of GB: the first one must do
+            files = dict(islice(files.items(), 1))
+        return train_tokenizer(files, args.text_key, int(args.tokenizer))
     if args.tokenizer in ("gpt2", "bytes"):
         return args.tokenizer
     path = Path(args.tokenizer, "meta.json")
     expected = "expected gpt2, bytes, a number or shards"
     require(path.exists(), f"--tokenizer {args.tokenizer}: {expected}")
     with naming(f"{path} names no tokenizer"):
-        return json.loads(path.read_bytes())["tokenizer"]
+        tokenizer = json.loads(path.read_bytes())["tokenizer"]
+        get_tokenizer(tokenizer)
+    return tokenizer
 
 
 def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
@@ -360,7 +358,7 @@ def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
     for address, (size, _) in files.items():
         for text, _, share in read_file(address, text_key):
             # The sample has no more than its share of what was read
-            if text and taken <= SAMPLE_SIZE * (read + size * share) / total:
+            if taken <= SAMPLE_SIZE * (read + size * share) / total:
                 taken += len(text.encode())
                 yield from cut(text)
         read += size
@@ -410,11 +408,11 @@ def cut(text: str) -> Iterator[str]:
 
 
 def read_batches(args: argparse.Namespace, files: dict, position: list) -> Iterator[tuple]:
-    """Yield (position, share of all files read, batch) from a position on. A batch begins at its
-    position, [file, row, rows without text before it]. The last one is empty, at the end."""
+    """Yield (position, share of all files read, batch) from a position [file, row] on, where a
+    batch begins. The last one is empty, at the end."""
     sizes = [max(1, size) for size, _ in files.values()]
     addresses = list(files)
-    first, start, nulls = position
+    first, start = position
     total = sum(sizes)
     read = sum(sizes[:first])  # bytes of whole files
     batch = []
@@ -425,20 +423,17 @@ def read_batches(args: argparse.Namespace, files: dict, position: list) -> Itera
             Thread(target=fetch_ahead, args=(addresses[k + 1],), daemon=True).start()
         rows = enumerate(read_file(addresses[k], args.text_key), 1)
         for row, (text, begins, share) in islice(rows, start, None):
-            if text is None:
-                nulls += 1
-            else:
-                batch.append((text, begins))
-                length += len(text) + 1  # so that documents without a character count, too
+            batch.append((text, begins))
+            length += len(text) + 1  # so that documents without a character count, too
             if length >= BATCH_SIZE:
                 yield position, (read + share * sizes[k]) / total, batch
-                position = [k, row, nulls]
+                position = [k, row]
                 batch = []
                 length = 0
         start = 0
         read += sizes[k]
     yield position, 1.0, batch
-    yield [len(files), 0, nulls], 1.0, []
+    yield [len(files), 0], 1.0, []
 
 
 def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
@@ -524,9 +519,12 @@ def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=F
             write_file(f"{args.out}/{name}", shard.getvalue())
             sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
-    last_batch = hashlib.sha256(chunk[-1]).hexdigest()
-    meta["progress"] = {"chunks": chunks + 1, "position": position, "last_batch": last_batch}
-    meta["progress"]["done"] = done
+    meta["progress"] = {
+        "chunks": chunks + 1,
+        "position": position,
+        "last_batch": hashlib.sha256(chunk[-1]).hexdigest(),
+        "done": done,
+    }
     write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
 
 
@@ -568,7 +566,7 @@ def find_meta(args: argparse.Namespace) -> dict:
         # Tokens that go to validation together. 16 MB of text have 50 longer pieces for it
         "piece_size": 512 if is_small else 8192,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
-        "progress": {"chunks": 0, "position": [0, 0, 0], "done": False},  # see read_batches
+        "progress": {"chunks": 0, "position": [0, 0], "done": False},  # see read_batches
         "files": files,
     }
 
@@ -579,9 +577,9 @@ def check_meta(args: argparse.Namespace, options: dict) -> dict:
     require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
     with naming(f"{path} is damaged: delete the folder to start over"):
         meta = json.loads(path.read_bytes())
-        before = meta.get("options", {})
+        old_options = meta.get("options", {})
     for key, new in options.items():
-        old = before.get(key)
+        old = old_options.get(key)
         require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
     if args.files:  # those of a dataset stay as they were at the beginning
         files = list_files(args)
@@ -613,12 +611,11 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     command = f"python train_gpt2.py --data_dir {quote(args.out)} --log_dir {quote(log_dir)}"
     command += f' --prompt="{prompt}"'
     command += " --val_every 0" * (val == 0)  # --val_share is 0
-    if train >= 2.5e9:
-        return f"next, on a GPU:\n{command}"
     if train >= 10**8:
-        # A step has about 27.5 * max_steps tokens by default, which makes this about four epochs
-        steps = round((4 * train / 27.5) ** 0.5)
-        return f"next, on a GPU:\n{command} --optimizer muon --max_steps {steps}"
+        if train < 2.5e9:  # more is the run that the script makes by default
+            # A step has about 27.5 * max_steps tokens, which makes this about four epochs
+            command += f" --optimizer muon --max_steps {round((4 * train / 27.5) ** 0.5)}"
+        return f"next, on a GPU:\n{command}"
     model, epochs = "--optimizer muon --model d6 --seq_len 256", 4
     if args.tokenizer == "gpt2":
         model, epochs = "--init_from gpt2", 3  # OpenAI's model, which knows English already
@@ -626,12 +623,11 @@ def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
     on_gpu = f"{command} {model} --total_batch_size 16384 --max_steps {steps}"
     if val:  # to see when the texts are learnt by heart
         on_gpu += f" --val_every {steps // 10 + 1}"
-    if meta["vocab_size"] > 2**13:  # too many for a CPU
-        advice = "without one, take fewer tokens: --tokenizer 2048 and another --out"
-        return f"next, on a GPU ({advice}):\n{on_gpu}"
+    if meta["vocab_size"] > 2**13:
+        return f"next, on a GPU (a CPU needs --tokenizer 2048, and another --out):\n{on_gpu}"
     # All of the validation text, if that is possible: it is in the order of the files
     on_cpu = f"{command} --quickstart --val_tokens {min(val, 500_000)}"
-    return f"next, without a GPU (a small model, in minutes):\n{on_cpu}\nor with a GPU:\n{on_gpu}"
+    return f"next, on a CPU (a small model, in minutes):\n{on_cpu}\nor, on a GPU:\n{on_gpu}"
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
@@ -697,9 +693,6 @@ def report(args: argparse.Namespace, meta: dict, argv: list[str] | None) -> None
     """Print what was made and, to a user of the command line, what to run next."""
     train = count_tokens(meta, "train")
     require(train, "no training tokens: more files, or a lower --val_share?")
-    *_, nulls = meta["progress"]["position"]
-    if nulls:
-        print(f"{nulls:,} row(s) had no text")
     sizes = {name: meta["shards"][name]["tokens"] for name in meta["shards"] if "train" in name}
     tokens = np.load(Path(args.out, max(sizes, key=sizes.get)), mmap_mode="r")[: 10**6]
     text = get_tokenizer(meta["tokenizer"]).decode(tokens.tolist())
