@@ -10,9 +10,9 @@ python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer mad
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 
 A folder stands for all files in it, and in folders that it links to, but hidden and binary ones. A
-row of a .jsonl, .json, .csv, .tsv or .parquet file is a document; any other file is text in UTF-8,
-and one document, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. All may
-be packed (.gz, .xz, .zst). The line ends of a file of text become \\n: nothing else is changed.
+row with a text in a .jsonl, .json, .csv, .tsv or .parquet file is a document. Any other file is one,
+in UTF-8, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. All may be packed
+(.gz, .xz, .zst). The line ends of .csv and text files become \\n: nothing else is changed.
 A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
 text, and may lie in two shards. A killed run continues with the same command, to the same bytes."""
 
@@ -172,7 +172,7 @@ def fetch(address: str) -> str:
 
 def fetch_ahead(address: str) -> None:
     """Download a file while another one is read."""
-    with suppress(Exception):  # read_file fetches it, too: it waits for this, or says what is wrong
+    with suppress(Exception):  # read_file fetches it again, and says what is wrong
         fetch(address)
 
 
@@ -563,7 +563,7 @@ def find_meta(args: argparse.Namespace) -> dict:
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "options": options,
-        # Tokens that go to validation together. 16 MB of text have 50 longer pieces for it
+        # Tokens that go to validation together: in long pieces, windows of 1,024 are whole
         "piece_size": 512 if is_small else 8192,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
         "progress": {"chunks": 0, "position": [0, 0], "done": False},  # see read_batches
