@@ -9,10 +9,10 @@ python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files
 python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer made from the texts
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 
-A folder stands for all files in it, and in folders that it links to, but hidden and binary ones. A
-row with a text in a .jsonl, .json, .csv, .tsv or .parquet file is a document. Any other file is one,
-in UTF-8, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. All may be packed
-(.gz, .xz, .zst). The line ends of .csv and text files become \\n: nothing else is changed.
+A folder stands for all files in it and in folders that it links to, but hidden and binary ones. A
+row with a text in a .jsonl, .json, .csv, .tsv or .parquet file is a document. Any other file is
+one, in UTF-8, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. It may be
+packed (.gz, .xz, .zst). Line ends of .csv and text files become \\n: nothing else is changed.
 A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
 text, and may lie in two shards. A killed run continues with the same command, to the same bytes."""
 
@@ -129,8 +129,7 @@ def list_files(args: argparse.Namespace) -> dict[str, list]:
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read(2**16)).hexdigest()
         files[path] = [os.path.getsize(path), digest]
-    found = f"found no file of text outside --out {args.out}"
-    require(files, f"{found} (to_parquet makes one of a dataset's .arrow files)")
+    require(files, f"found no file of text outside --out {args.out} (.arrow files need to_parquet)")
     return files
 
 
@@ -231,10 +230,9 @@ def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
 
 def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
     """Yield the rows of a file with a record on each line, or of an array, read at once."""
+    records = lines
     if lines.buffer.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
         records = map(json.dumps, json.load(lines))
-    else:
-        records = lines
     for number, line in enumerate(records, 1):
         if line.isspace():
             continue
@@ -342,8 +340,7 @@ def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
     if args.tokenizer in ("gpt2", "bytes"):
         return args.tokenizer
     path = Path(args.tokenizer, "meta.json")
-    expected = "expected gpt2, bytes, a number or shards"
-    require(path.exists(), f"--tokenizer {args.tokenizer}: {expected}")
+    require(path.exists(), f"--tokenizer {args.tokenizer}: expected gpt2, bytes, a size or shards")
     with naming(f"{path} names no tokenizer"):
         tokenizer = json.loads(path.read_bytes())["tokenizer"]
         get_tokenizer(tokenizer)
