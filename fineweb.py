@@ -166,7 +166,8 @@ def fetch(address: str) -> str:
         return address
     import datasets
 
-    return datasets.DownloadManager().download(address)
+    with naming("the download failed, run the same command again"):
+        return datasets.DownloadManager().download(address)
 
 
 def fetch_ahead(address: str) -> None:
@@ -184,8 +185,7 @@ def read_file(address: str, text_key: str) -> Iterator[tuple]:
     ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
     not_utf8 = naming("it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
     with naming(address), not_utf8, open(fetch(address), "rb") as file:
-        size = max(1, file.seek(0, os.SEEK_END))
-        file.seek(0)
+        size = max(1, os.path.getsize(file.name))
         if ending == ".parquet":
             rows = read_parquet(file, text_key)
         else:
