@@ -379,7 +379,7 @@ def test_validation_gets_the_middle_of_every_ten_pieces(tmp_path, capsys):
 @pytest.mark.parametrize("size, length", [(2**24 - 1, 512), (2**24, 8192)])
 def test_more_text_has_longer_pieces_for_validation(size, length, tmp_path):
     """They hold several windows of 1,024 tokens, and no small text has enough of them."""
-    (tmp_path / "a.txt").write_bytes(b"x\n" * (size // 2) + b"x" * (size % 2))
+    (tmp_path / "a.txt").write_bytes((b"x" * 1023 + b"\n") * (size // 1024) + b"x" * (size % 1024))
     out = build(tmp_path / "a.txt", tmp_path / "out", "--max_tokens", 1000)
     assert read_meta(out)["piece_size"] == length
 
