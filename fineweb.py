@@ -5,7 +5,7 @@
 """Turn documents into shards of tokens for train_gpt2.py: exact, on every core, safe to kill.
 
 python fineweb.py                                       # FineWeb-Edu, 10B tokens: edu_fineweb10B/
-python fineweb.py --files notes 'src/**/*.py' --out mine   # your folders, files, globs
+python fineweb.py --files notes "src/**/*.py" --out mine   # your folders, files, globs
 python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer made from the texts
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 
