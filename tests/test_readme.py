@@ -25,8 +25,13 @@ RUNS = {
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class" --temperature 0.8': "",
     "train_gpt2.py --quickstart --total_batch_size 4096 --max_steps 200 --log_dir log/large": SMALL,
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
-    'train_gpt2.py --quickstart --data_dir mine_2048 --log_dir log/mine_2048 --prompt "The"': SMALL,
+    "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
+    ' --prompt="First Citizen:" --quickstart --val_tokens 38912': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
+    "fineweb.py --files more --tokenizer mine_2048 --out more_2048": "",
+    "train_gpt2.py --init_from log/mine_2048 --data_dir more_2048 --log_dir log/more": SMALL
+    + " --total_batch_size 256",
+    "fineweb.py --files texts --out mine_gpt2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --sample --init_from log": "",
@@ -37,6 +42,18 @@ RUNS = {
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
 NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
+NOT_RUN.add(
+    "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
+    " --total_batch_size 16384 --max_steps 200"
+)
+ON_GPU = "--optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps"
+NOT_RUN |= {  # they need a GPU
+    "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
+    f' --prompt="First Citizen:" {ON_GPU} 86 --val_every 9',
+    "fineweb.py --files texts --tokenizer 16384 --out mine_16384",
+    "train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 "
+    + f"{ON_GPU} 1297 --val_every 130",
+}
 NOT_RUN.add(f"train_gpt2.py {FIRST}")
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = ">or your own, as its name and all its tokens in hex\n"
@@ -52,7 +69,7 @@ CHANGES = {
 def test_each_command_is_run_by_a_test_or_known():
     """No command in the README was added without a test, unless it is known to be untried."""
     codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", README))
-    blocks = "".join(re.findall(r"(?s)```\n(.*?)```", README))
+    blocks = "".join(re.findall(r"(?s)```\w*\n(.*?)```", README))
     lines = [line.split("#")[0] for line in [*blocks.splitlines(), *codes]]
     pattern = r"(?:python|torchrun\b[^;]*?) ([\w/]+\.py\b[^;&]*)"
     found = {found.strip() for line in lines for found in re.findall(pattern, line)}
@@ -107,6 +124,14 @@ def test_the_map_and_the_links_to_lines_are_those_of_the_script():
     assert "\n".join(rows) in drawn, "\n".join(rows)
 
 
+def test_the_code_on_the_first_screen_is_that_of_the_script():
+    script = (ROOT / "train_gpt2.py").read_text("utf-8")
+    (code,) = re.findall(r"(?s)```python\n(.*?)```", README)
+    assert code in script
+    [lecture] = re.findall(r"from line (\d+) on", README)
+    assert "# ---- generation" in script.splitlines()[int(lecture) - 1]
+
+
 def call(main, argv: list[str]):
     """Run a script's main, and require that it succeeds."""
     try:
@@ -123,8 +148,9 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
     Path("mine.py").write_text(Path(train_gpt2.__file__).read_text())
     write_shards(tmp_path / "edu_fineweb10B")  # instead of the 20 GB
-    Path("texts").mkdir()
-    Path("texts/1.txt").write_text("A text of many words. " * 500)
+    for folder in ("texts", "more"):
+        Path(folder).mkdir()
+        Path(folder, "1.txt").write_text("A text of many words. " * 500)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
         call(importlib.import_module(script.removesuffix(".py")).main, argv)
