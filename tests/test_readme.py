@@ -29,8 +29,8 @@ RUNS = {
     ' --prompt="First Citizen:" --quickstart --val_tokens 38912': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
     "fineweb.py --files more --tokenizer mine_2048 --out more_2048": "",
-    "train_gpt2.py --init_from log/mine_2048 --data_dir more_2048 --log_dir log/more": SMALL
-    + " --total_batch_size 256",
+    "train_gpt2.py --quickstart --init_from log/mine_2048 --data_dir more_2048"
+    " --log_dir log/more": SMALL,
     "fineweb.py --files texts --out mine_gpt2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
@@ -47,7 +47,9 @@ NOT_RUN.add(
     " --total_batch_size 16384 --max_steps 200"
 )
 ON_GPU = "--optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps"
-NOT_RUN |= {  # they need a GPU
+NOT_RUN |= {  # they need a GPU, or download
+    "fineweb.py --max_tokens 600000000 --out edu_600M",
+    "train_gpt2.py --data_dir edu_600M --log_dir log/second --max_steps 4000 --optimizer muon",
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
     f' --prompt="First Citizen:" {ON_GPU} 86 --val_every 9',
     "fineweb.py --files texts --tokenizer 16384 --out mine_16384",
@@ -91,7 +93,7 @@ def test_each_flag_exists():
 def test_torchrun_knows_its_flags():
     """torchrun's parser takes each of its command lines, those of several machines too."""
     lines = re.findall(r"torchrun (--.*?\.py\b[^&\n`]*)", README + MORE)
-    assert len(lines) == 6
+    assert len(lines) == 8
     for line in lines:
         args = torch.distributed.run.get_args_parser().parse_args(shlex.split(line, comments=True))
         assert args.training_script == "train_gpt2.py"
