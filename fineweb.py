@@ -649,6 +649,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     args.dataset = args.dataset or (None if args.files else FINEWEB)
     args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
     args.out = os.path.expanduser(args.out or FOLDERS.get((args.dataset, args.name), ""))
+    args.out = args.out and os.path.normpath(args.out)  # without a slash at the end
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     args.tokenizer = args.tokenizer or {"pydocs": "2048"}.get(args.dataset, "gpt2")
     if args.tokenizer.isdecimal():

@@ -42,10 +42,12 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
     ({}, True), ({"SLURM_STEP_NUM_TASKS": "1"}, True), ({"RANK": "0", "WORLD_SIZE": "1"}, True),
     ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"}, True),  # srun torchrun
     ({"SLURM_STEP_NUM_TASKS": "8"}, False), ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
+    ({"PMI_SIZE": "8"}, False),
     ({"RANK": "0"}, False), ({"WORLD_SIZE": "8"}, False),
 ])  # fmt: skip
 def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
+    names = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
