@@ -48,7 +48,8 @@ EOT = "<|endoftext|>"
 BATCH_SIZE = 2**18  # characters that a thread encodes at a time, in ~0.02 s
 SAMPLE_SIZE = 2**25  # bytes of text to train a tokenizer: Chinese takes 3 GB and a minute
 # GPT-2's pattern of a word, but with the marks in it, such as vowels of Hindi, Thai or Arabic.
-# A token is in a word. None has more than 64 characters, because DNA and Chinese have no blanks
+# A token never reaches beyond a word. DNA and Chinese have no blanks, so a word ends after 64
+# characters at the latest
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]{1,64}| ?\p{N}{1,64}| ?[^\s\p{L}\p{M}\p{N}]{1,64}"
 WORD += r"|\s{1,64}(?!\S)|\s"
 ADVICE = "undo this, choose another --out, or delete the folder to start over"
@@ -203,7 +204,7 @@ def read_text(file: io.BufferedReader, text_key: str, ending: str, packing: str)
     content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
     start = content.peek(1)  # in fact its first 8 KB
     is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
-    require(not is_binary, "it is packed, or no plain text in UTF-8: save it as such")
+    require(not is_binary, "it is no plain text, but packed, a document or a picture")
     with io.TextIOWrapper(content, "utf-8-sig") as lines:  # -sig skips a byte order mark
         if ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
             yield from read_jsonl(lines, text_key)
@@ -238,7 +239,8 @@ def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
             continue
         try:
             text = json.loads(line)[text_key]
-            require(isinstance(text, str | None), "it is no text")
+            if not isinstance(text, str | None):
+                raise TypeError
         except (KeyError, TypeError, ValueError) as error:
             expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
             raise UserError(f"line {number}: {expected}, found {line[:50]!r}") from error
@@ -366,7 +368,7 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    print(f"training a tokenizer of {size} tokens: a minute at most", flush=True)
+    print(f"training a tokenizer of {size} tokens from up to 34 MB of text", flush=True)
     bpe = Tokenizer(models.BPE())
     words = Split(Regex(WORD), "isolated")
     bpe.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -390,7 +392,8 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in parts of at most BATCH_SIZE characters: tiktoken can fail on longer ones."""
+    """Yield a text in parts of at most BATCH_SIZE characters."""
+    # tiktoken's regular expression gives up after a million blanks in a row
     # GPT-2's pattern always splits a text between a visible character and a blank or line end, so
     # the parts have the tokens of the whole. `.*` matches all it can: up to the last such place
     until_break = re.compile(r"(?s:.*\S)(?=[ \r\n])")
@@ -405,8 +408,8 @@ def cut(text: str) -> Iterator[str]:
 
 
 def read_batches(args: argparse.Namespace, files: dict, position: list) -> Iterator[tuple]:
-    """Yield (position, share of all files read, batch) from a position [file, row] on, where a
-    batch begins. The last one is empty, at the end."""
+    """Yield (position, share of all files read, batch) from a position on. It says where the batch
+    begins: [file, how many of its rows come before]. The last batch is empty, at the end."""
     sizes = [max(1, size) for size, _ in files.values()]
     addresses = list(files)
     first, start = position
@@ -464,10 +467,11 @@ def tokenize(batches: Iterator[tuple], enc: tiktoken.Encoding, workers: int) -> 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
 # A chunk is about --shard_size tokens, and ends where a batch ends. It becomes a shard of each
-# split. Then meta.json says how many chunks are finished, and where the last batch of them begins.
-# The same command reads on from there, and writes shards that are not in meta.json yet again, with
-# the same bytes. What was read must be as it was, under whatever names: whole files, and the last
-# batch. What was not read may change, so that a broken row can be mended.
+# split. Then meta.json says how many chunks are finished, and where the last batch of the newest
+# one begins. After a kill, the same command reads on from there. Shards that are not in meta.json
+# yet are written a second time, with the same bytes. What was read must be as it was, under
+# whatever names: whole files, and the last batch. What was not read may change, so that a broken
+# row can be mended.
 
 
 def write_shards(args: argparse.Namespace, meta: dict) -> None:
@@ -527,8 +531,8 @@ def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=F
 
 def choose_validation(args: argparse.Namespace, meta: dict, size: int) -> np.ndarray:
     """Return the mask of the validation tokens among the next `size` tokens."""
-    # All tokens are cut into pieces. Validation gets those at which the count of its pieces, which
-    # is rounded, rises: with a share of 0.1, the fifth of every ten
+    # All tokens are cut into pieces. Of the first k pieces, validation gets k * val_share, rounded.
+    # So it gets piece k if this number rises there: with a share of 0.1, the fifth of every ten
     length = meta["piece_size"]
     start = count_tokens(meta)
     pieces = np.arange(start // length, (start + size) // length + 2)

@@ -682,7 +682,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
     ("meta.json", b'{"text": "a", "tokenizer": 5}', "--tokenizer .", "meta.json names no tokenizer: Attr"),
     ("meta.json", b'{"text": "a", "tokenizer": "a zz"}', "--tokenizer .", "meta.json names no tokenizer: Value"),
-    ("a.txt.xz", lzma.compress(b"text\0"), "", "it is packed, or no plain text"),
+    ("a.txt.xz", lzma.compress(b"text\0"), "", "it is no plain text, but packed"),
     ("a.csv", b'id,text\n1,"A\n2,B\n', "", "a.csv: row in line 2: unexpected end of data"),
     ("a.csv", b"id,text\n1,%s\n" % (b"long " * 99_999), "", ["long " * 99_999]),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
