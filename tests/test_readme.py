@@ -14,6 +14,7 @@ from conftest import FLAGS, ROOT, write_shards
 import train_gpt2
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXTS = (ROOT / ".github/TEXTS.md").read_text(encoding="utf-8")
 MORE = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob(".github/*.md"))
 PAGES = [*ROOT.glob("tests/**/README.md"), *ROOT.glob(".github/*.md")]
 SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_tokens 4"
@@ -28,6 +29,7 @@ RUNS = {
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
     ' --prompt="First Citizen:" --quickstart --val_tokens 38912': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
+    "train_gpt2.py --init_from log/mine_2048 --export_hf folder": "",
     "fineweb.py --files more --tokenizer mine_2048 --out more_2048": "",
     "train_gpt2.py --quickstart --init_from log/mine_2048 --data_dir more_2048"
     " --log_dir log/more": SMALL,
@@ -41,7 +43,10 @@ RUNS = {
 }
 FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
 NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
-NOT_RUN.add("train_gpt2.py --sample --init_from gpt2")
+NOT_RUN |= {
+    "train_gpt2.py --sample --init_from gpt2",
+    "train_gpt2.py --init_from gpt2 --max_steps 0",
+}
 NOT_RUN.add(
     "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
     " --total_batch_size 16384 --max_steps 200 --val_every 21"
@@ -55,6 +60,7 @@ NOT_RUN |= {  # they need a GPU, or download
     "fineweb.py --files texts --tokenizer 16384 --out mine_16384",
     "train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 "
     + f"{ON_GPU} 1297 --val_every 130",
+    "train_gpt2.py --sample --init_from log/mine_16384 --num_samples 1 --prompt -",
 }
 NOT_RUN.add(f"train_gpt2.py {FIRST}")
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
@@ -69,9 +75,10 @@ CHANGES = {
 
 
 def test_each_command_is_run_by_a_test_or_known():
-    """No command in the README was added without a test, unless it is known to be untried."""
-    codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", README))
-    blocks = "".join(re.findall(r"(?s)```\w*\n(.*?)```", README))
+    """README and TEXTS have no command without a test, unless it is known to be untried."""
+    pages = README + TEXTS
+    codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", pages))
+    blocks = "".join(re.findall(r"(?s)```\w*\n(.*?)```", pages))
     lines = [line.split("#")[0] for line in [*blocks.splitlines(), *codes]]
     pattern = r"(?:python|torchrun\b[^;]*?) ([\w/]+\.py\b[^;&]*)"
     found = {found.strip() for line in lines for found in re.findall(pattern, line)}
