@@ -258,7 +258,7 @@ def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, 
     status, out, _ = run(flags, "b b", "--save_every 0", processes=processes, patch=patch)
     others = [143] * (processes - 1)  # the first process, without a signal, may be the first to end
     assert status in (128 + getattr(signal, name), *others)
-    assert ("with --resume --log_dir 'b b'\n" in out) == (processes == 2)
+    assert ('with --resume --log_dir "b b"\n' in out) == (processes == 2)
     assert [[*read_log("b b")[stream]] for stream in ("val", "train")] == [[0, 4], [*range(5)]]
     assert steps("b b") == [5]
     assert run(flags, "b b", "--resume", processes=processes)[0] == 0

@@ -175,7 +175,7 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert log["hella"] == {0: 0.75, 4: 0.75, 7: 0.75}
     assert steps() == [6, 7], "the two newest of four"
     out = capsys.readouterr().out
-    assert out.endswith("--sample --init_from log --seed 1\n") and "\nnext: python " in out
+    assert out.endswith('--sample --init_from "log" --seed 1\n') and "\nnext: python " in out
     done = re.findall(r"(saved .*_\d+)\.pt|(sample) 0|(HellaSwag: 0\.7500)", out)
     done = ["".join(words).removeprefix("saved log/model_0000").partition(":")[0] for words in done]
     both = ["HellaSwag", "sample"]
