@@ -136,9 +136,12 @@ def list_files(args: argparse.Namespace) -> dict[str, list]:
 
 def walk(top: str) -> list[str]:
     """Return a file, or all files in a folder and its links but for hidden ones."""
-    paths = [top]
+    if os.path.isfile(top):
+        return [top]
+    paths = []
     seen = set()  # folders, because links may lead back
-    for folder, subfolders, names in os.walk(top, followlinks=True):
+    # print tells of folders that may not be read
+    for folder, subfolders, names in os.walk(top, onerror=print, followlinks=True):
         is_new = os.path.realpath(folder) not in seen
         seen.add(os.path.realpath(folder))
         subfolders[:] = sorted(name for name in subfolders if is_new and name[0] != ".")
@@ -186,6 +189,8 @@ def read_file(address: str, text_key: str) -> Iterator[tuple]:
     ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
     not_utf8 = naming("it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
     with naming(address), not_utf8, open(fetch(address), "rb") as file:
+        is_pointer = file.peek(1).startswith(b"version https://git-lfs")
+        require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")
         size = max(1, os.path.getsize(file.name))
         if ending == ".parquet":
             rows = read_parquet(file, text_key)
@@ -203,6 +208,8 @@ def read_text(file: io.BufferedReader, text_key: str, ending: str, packing: str)
         file = pyarrow.CompressedInputStream(file, "zstd")
     content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
     start = content.peek(1)  # in fact its first 8 KB
+    is_utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff"))  # Windows calls it Unicode
+    require(not is_utf16, "it is UTF-16 (iconv -f UTF-16 -t UTF-8)")
     is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
     require(not is_binary, "it is no plain text, but packed, a document or a picture")
     with io.TextIOWrapper(content, "utf-8-sig") as lines:  # -sig skips a byte order mark
@@ -224,9 +231,10 @@ def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
     require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
     found = f"found {table.schema_arrow.field(text_key).type}, expected a text: see --text_key"
     for rows in table.iter_batches(128, columns=[text_key]):  # ~0.6 MB of FineWeb
-        for text in rows.column(0).drop_null().to_pylist():
-            require(isinstance(text, str), found)
-            yield text, True
+        for text in rows.column(0).to_pylist():
+            require(isinstance(text, str | None), found)
+            if text is not None:
+                yield text, True
 
 
 def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
@@ -639,7 +647,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
-    add("--files", nargs="+", metavar="PATH", help="files, globs, folders")
+    add("--files", nargs="+", action="extend", metavar="PATH", help="files, globs, folders")
     add("--text_key", default="text", help="key or column of the texts (default %(default)s)")
     add("--tokenizer", help="gpt2 (default), bytes, a size to train one, or shards that have one")
     add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -46,11 +47,7 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
     ({"RANK": "0"}, False), ({"WORLD_SIZE": "8"}, False),
 ])  # fmt: skip
 def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
-    names = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", environment)
     if is_taken:
         expected = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
         assert train_gpt2.read_ranks() == expected
@@ -144,20 +141,18 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     monkeypatch.setenv("LOCAL_RANK", "1")
     process = train_gpt2.setup_process(defaults(device="auto"))
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
-    nothing = {"data_dir": "nowhere"}
     fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples")
     monkeypatch.setitem(sys.modules, "hellaswag", fake)
     monkeypatch.setattr(train_gpt2, "get_tokenizer", lambda name: "tokenizer")
-    for every, expected in ((5, True), (0, False), (None, hella)):
-        given = {} if every is None else {"hellaswag_every": every}
-        args = defaults(**nothing | given)
-        examples = train_gpt2.load_hellaswag(GPTConfig(), args, process)
-        assert (examples == "examples") == expected
-    args = defaults(**nothing, val_every=0)
-    assert train_gpt2.load_hellaswag(GPTConfig(), args, process) is None, "as often as validated"
+
+    def scores(**given) -> bool:
+        found = train_gpt2.load_hellaswag(GPTConfig(), defaults(**given), process)
+        return found == "examples"
+
+    assert scores(hellaswag_every=5) and not scores(hellaswag_every=0)
+    assert scores() == hella and not scores(val_every=0), "as often as validated"
     monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
-    args = defaults(**nothing)
-    assert train_gpt2.load_hellaswag(GPTConfig(), args, process) is None
+    assert not scores()
     assert torch.get_float32_matmul_precision() == precision
 
 
@@ -188,21 +183,6 @@ def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     tokens = defaults(max_steps=max_steps, seq_len=768).total_batch_size
     assert tokens % 768 == 0 and 0 <= 2**exponent - tokens < 768, "whole sequences"
     assert defaults(max_steps=max_steps, seq_len=2**20).total_batch_size == 2**20, "at least one"
-
-
-@pytest.mark.parametrize("every, expected", [(None, [0, 5, 10, 12]), (6, [0, 6, 12])])
-def test_hellaswag_is_scored_with_each_validation_or_by_its_flag(monkeypatch, every, expected):
-    score = Namespace(acc_norm=1, n=4)
-    monkeypatch.setitem(sys.modules, "hellaswag", Namespace(score=lambda *_: score))
-    monkeypatch.setattr(train_gpt2, "validate", lambda *_: (1.0, 2.0))
-    given = {"val_every": 5, "hellaswag_every": every, "sample_every": 0, "max_steps": 12}
-    args, log = Namespace(**train_gpt2.DEFAULTS | given), Mock()
-    model, data = Mock(), train_gpt2.Data(None, None, "examples", B=1)
-    for step in range(13):
-        train_gpt2.evaluate(model, step, data, log, args, make_process())
-    calls = log.record.call_args_list
-    for stream, steps in (("val", [0, 5, 10, 12]), ("hella", expected)):
-        assert [call.args[0] for call in calls if stream in call.kwargs] == steps
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
@@ -319,6 +299,17 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert main("--log_dir plain --max_steps 2 --resume --n_layer 2") == 0
 
 
+@pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
+def test_uv_run_installs_what_a_script_imports(name):
+    text = Path(ROOT, name).read_text()
+    (needed,) = re.findall("^# dependencies = (.*)$", text, re.MULTILINE)
+    pins = set(re.findall(r"(\w+)==", Path(ROOT, "requirements.txt").read_text()))
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
+    if name == "train_gpt2.py":
+        imported.add("tqdm")  # of fineweb.py and hellaswag.py, which it imports if they are there
+    assert set(re.findall(r'"(\w+)', needed)) == imported & pins
+
+
 @pytest.mark.slow
 def test_importing_the_scripts_does_nothing(tmp_path):
     code = "import sys, train_gpt2, fineweb, hellaswag, torch.distributed as dist\n"
@@ -346,9 +337,11 @@ def test_the_script_alone_trains_validates_samples_and_resumes(tmp_path, shards)
     assert list(log["train"]) == [0, 1, 2, 3] and list(log["val"]) == [0, 4], "2 is no longer due"
 
 
-def test_one_process_of_all_machines_prints(monkeypatch, capsys):
+def test_one_process_of_all_machines_prints_at_once(monkeypatch):
+    said = Mock()
+    monkeypatch.setattr(train_gpt2, "print", said, raising=False)
     for rank in ("0", "8"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", "0")
         train_gpt2.print0(f"of process {rank}")
-    assert capsys.readouterr().out == "of process 0\n"
+    said.assert_called_once_with("of process 0", flush=True)

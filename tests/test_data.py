@@ -100,9 +100,7 @@ def test_npy_and_bin_shards_hold_the_same_tokens(tmp_path, header):
     [npy] = make_loaders(tmp_path, 8, shuffle=False)
     [bin] = make_loaders(tmp_path, 8, split="val", shuffle=True)
     assert npy.n_windows == bin.n_windows == 124
-    torch.testing.assert_close(
-        [*npy.batches(range(124), 1)], [*bin.batches(range(124), 1)]
-    )  # integers
+    torch.testing.assert_close([*npy.batches(range(124), 1)], [*bin.batches(range(124), 1)])
 
 
 def test_a_shard_that_is_cut_short_or_has_other_tokens_is_named_where_it_is_read(tmp_path):

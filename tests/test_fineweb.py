@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,7 +31,7 @@ import pyarrow
 import pytest
 import tokenizers
 from conftest import ROOT, contents, needs_data
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -62,7 +63,7 @@ def random_texts(number: int, longest: int, seed: int = 0) -> list[str]:
 
 def build(files, out: Path, *options) -> Path:
     """Run fineweb.py in this process: on the files, or on FineWeb for None. Later options win."""
-    source = ["--files", files] if files else []
+    source = ["--files", files] if files and "--files" not in options else []
     argv = [*source, "--out", out, "--tokenizer", "bytes", "--workers", 1, *options]
     fineweb.main([str(word) for word in argv])
     return out
@@ -145,16 +146,12 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
     (tmp_path / "a.txt").write_bytes(b"<|endoftext|>\r\n".join(story))
-    docs = write_jsonl(tmp_path / "b.jsonl", [None, *TEXTS[:99], None, *TEXTS[99:]])
+    write_jsonl(tmp_path / "b.jsonl", [None, *TEXTS[:99], None, *TEXTS[99:]])
     files, out = tmp_path / "*.*", tmp_path / "killed"
     whole = build(files, tmp_path / "whole", *OPTIONS)
     chunks = read_meta(whole)["progress"]["chunks"]
     assert chunks > 28
-    good = docs.read_bytes().splitlines(keepends=True)
-    docs.write_bytes(b"".join([*good[:60], b'{"text": "cut of', *good[60:]]))
-    assert "b.jsonl: line 61: expected lines like" in refuse(files, out, *OPTIONS)
-    assert read_meta(out)["progress"]["position"][0] == 1, "a part of it is in finished shards"
-    docs.write_bytes(b"".join(good))
+    begin(15, files, out, *OPTIONS)
     rng = random.Random(1)
     for _ in range(15):
         kill_at(rng.randrange(24), files, out)
@@ -168,16 +165,13 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
     assert contents(out) == contents(whole)
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "txt"])
-def test_it_continues_behind_every_chunk(suffix, tmp_path, monkeypatch):
+def test_it_continues_behind_every_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
-    write = partial(write_parquet, rows=3) if suffix == "parquet" else write_jsonl
-    for k in range(3):  # a .txt file has the lines of a .jsonl file as its text
-        texts = TEXTS[k + 30 : 90 : 3]
-        if suffix != "txt":  # rows without text are counted once, too
-            texts = [row for text in texts for row in (None, text)]
-        write(tmp_path / f"{k}.{suffix}", texts)
-    files, out = tmp_path / f"*.{suffix}", tmp_path / "parts"
+    rows = [row for text in TEXTS[30:90] for row in (None, text)]  # without text, it counts, too
+    write_jsonl(tmp_path / "0.jsonl", rows[:40])
+    write_jsonl(tmp_path / "1.txt", rows[40:80])  # its text are the lines of a .jsonl file
+    write_parquet(tmp_path / "2.parquet", rows[80:], rows=3)
+    files, out = tmp_path / "*.*", tmp_path / "parts"
     whole = build(files, tmp_path / "whole", *OPTIONS)
     chunks = read_meta(whole)["progress"]["chunks"]
     assert chunks > 10
@@ -199,6 +193,7 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("echo > 2.jsonl", "", "", "2.jsonl (b"),
     ("rm 2.jsonl", "", "", "nothing (b"),
     ("echo > 3.jsonl", "", "", "3.jsonl (b"),
+    ("cat 0.jsonl >> 1.jsonl", "", "", "1.jsonl (b"),  # behind what was read
     ("echo >> 0.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl (b"),
@@ -209,11 +204,6 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("echo [1] > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("echo '{\"version' > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("true", "--shard_size 2600", *2 * ["shard_size 2500, not 2600"]),
-    ("true", "--val_share 0.2", *2 * ["val_share 0.3, not 0.2"]),
-    ("true", "--val_tokens 1000", *2 * ["val_tokens 2500, not 1000"]),
-    ("true", "--max_tokens 9000", *2 * ["max_tokens None, not 9000"]),
-    ("true", "--text_key body", *2 * ["text_key text, not body"]),
-    pytest.param(("true", "--tokenizer gpt2", *2 * ["bytes, not gpt2"]), marks=needs_data),
 ]
 
 
@@ -250,6 +240,8 @@ def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch
     assert re.search(advice, refuse(None, out)) and not out.exists()
     hub = {(fineweb.FINEWEB, "sample-10BT"): sample}  # by default, it would be all: 1.3T tokens
     monkeypatch.setattr("datasets.load_dataset_builder", lambda *asked: hub[asked])
+    sample.config.data_files = {"test": [], "dev": []}
+    assert "fineweb-edu has no split train, but ['dev', 'test']" in refuse(None, out)
     publish("a.parquet")
     build(None, whole, *OPTIONS)
     begin(1, None, out, *OPTIONS)
@@ -323,8 +315,9 @@ def test_small_corpus_golden(tmp_path, monkeypatch, disk):
     out = build(write_jsonl(tmp_path / "docs.jsonl", random_texts(50, 500)), tmp_path / "out")
     calls = [name for name, _, _ in disk.mock_calls]
     assert calls == ["fsync", "replace"] * 4  # meta.json, val, train, meta.json
-    assert_whole(out)
     meta = read_meta(out)
+    kept = "version dataset name text_key tokenizer shard_size max_tokens val_tokens val_share"
+    assert sorted(meta["options"]) == sorted(kept.split()), "all that a second start may not change"
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
     assert hashes == {"train_000000.npy": "42e79a1155377ae1", "val_000000.npy": "9c83d15a1ff07ec4"}
     assert [meta[key] for key in ("tokenizer", "vocab_size", "eot")] == ["bytes", 257, 256]
@@ -363,7 +356,7 @@ def test_validation_gets_the_middle_of_every_ten_pieces(tmp_path, capsys):
     for share in (0.3, 0.5, 0.9, 1):
         args = Mock(val_share=share, val_tokens=10**6)
         mask = np.empty(0, bool)
-        for size in (3, 1, 0, 7000, 1000):  # of chunks
+        for size in (3, 2, 0, 7000, 999):  # of chunks
             counts = {"val": int(mask.sum()), "train": int((~mask).sum())}
             shards = {name: {"tokens": number} for name, number in counts.items()}
             meta = {"piece_size": 4, "shards": shards}
@@ -371,9 +364,8 @@ def test_validation_gets_the_middle_of_every_ten_pieces(tmp_path, capsys):
         assert len(mask) == 8004 and abs(mask.sum() - 8004 * share) <= 4, "wherever chunks end"
         assert all(len({*piece}) == 1 for piece in mask.reshape(-1, 4).tolist())
     assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
-    for tokens, said in ((99_000, "too little"), (130_000, "\nnext, ")):
-        out = command_line(write_jsonl(files, ["x" * tokens]), tmp_path / f"{tokens}", capsys)
-        assert said in out and ("next, " in out) == ("next, " in said)
+    said = command_line(write_jsonl(files, ["x" * 99_000]), tmp_path / "few", capsys)
+    assert "too little" in said and "next, " not in said
 
 
 @pytest.mark.parametrize("size, length", [(2**24 - 1, 512), (2**24, 8192)])
@@ -402,11 +394,12 @@ def own(tmp_path_factory) -> tuple:
     folder = tmp_path_factory.mktemp("own")
     texts = [" ".join(random.Random(i).choices(WORDS, k=99)) + "\n" for i in range(99)]
     write_jsonl(folder / "a.jsonl", texts)
-    return folder / "a.jsonl", texts, build(folder / "a.jsonl", folder / "out", "--tokenizer", 330)
+    options = ("--tokenizer", 330, "--val_share", 0)
+    return folder / "a.jsonl", texts, build(folder / "a.jsonl", folder / "out", *options)
 
 
-def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
-    files, texts, out = own
+def test_a_tokenizer_is_made_from_the_texts(own, tmp_path):
+    _, texts, out = own
     meta = read_meta(out)
     enc = fineweb.get_tokenizer(meta["tokenizer"])
     name, _, rest = meta["tokenizer"].partition(" ")
@@ -414,12 +407,8 @@ def test_a_tokenizer_is_made_from_the_texts(own, tmp_path, capsys):
     assert name == f"bpe-330-{hashlib.sha256(rest.encode()).hexdigest()[:6]}"
     assert meta["vocab_size"] == enc.n_vocab == 330 and meta["eot"] == enc.eot_token == 329
     assert len(enc.encode(" नमस्ते")) == len(enc.encode(" दुनिया")) == 1
-    build(files, tmp_path / "all", "--tokenizer", 330, "--val_share", 0)
     documents = [[329, *enc.encode_ordinary(text)] for text in texts]
-    assert read_split(tmp_path / "all", "train") == [*chain(*documents)]
-    out = capsys.readouterr().out
-    assert "too little" not in out, "tokens have more than 100 KB"
-    assert "next, " not in out, "only the command line asks what is next"
+    assert read_split(out, "train") == [*chain(*documents)]
     train_gpt2.export_tokenizer(train_gpt2.GPTConfig(tokenizer=meta["tokenizer"]), str(tmp_path))
     theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in texts:
@@ -431,6 +420,10 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     options = ("--tokenizer", 330, "--shard_size", 2500, "--workers")
     unbroken = build(files, tmp_path / "unbroken", *options, 1)
+    printed = capsys.readouterr().out
+    assert "too little" not in printed, "tokens have more than 100 KB"
+    assert "next, " not in printed, "only the command line asks what is next"
+    assert "it has only" not in printed
     with patch.object(fineweb, "train_tokenizer", wraps=fineweb.train_tokenizer) as training:
         for chunks in (0, 2):
             begin(chunks, files, tmp_path / "killed", *options, 2)
@@ -440,9 +433,8 @@ def test_a_tokenizer_stays_the_same(own, tmp_path, capsys, monkeypatch):
     more = write_jsonl(tmp_path / "more.jsonl", texts[:9])
     build(more, tmp_path / "more", "--tokenizer", out)
     assert read_meta(tmp_path / "more")["tokenizer"] == read_meta(out)["tokenizer"]
-    assert "has tokenizer 330, not 500" in refuse(files, out, "--tokenizer", 500)
+    assert "has tokenizer 330, not 500" in refuse(files, unbroken, "--tokenizer", 500)
     small = write_jsonl(tmp_path / "small.jsonl", ["abab"] * 99 + ["qwertz"])
-    assert "it has only" not in capsys.readouterr().out
     build(small, tmp_path / "small", "--tokenizer", 65536, "--val_share", 0)
     out = capsys.readouterr().out
     assert "it has only 259, because" in out, "ab, abab"
@@ -489,6 +481,7 @@ PIECES = st.one_of(LETTERS, st.sampled_from(MARKS))
 @needs_data
 @settings(exact, max_examples=100)
 @given(st.lists(PIECES, min_size=1, max_size=6), st.integers(70, 120))
+@example(["x" * 60 + " " * 20], 70)  # the last part is blank
 def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     """Texts are cut only where GPT-2's pattern begins a new piece, wherever the limit falls."""
     text = "".join(" word " + part for part in parts)
@@ -496,25 +489,17 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
     with patch.object(fineweb, "BATCH_SIZE", size):
         pieces = list(fineweb.cut(text))
         tokens = fineweb.encode(enc, [(text, True), (text, True)])
+        together = fineweb.encode(enc, [(part, True) for part in parts])
         content = io.TextIOWrapper(io.BytesIO(text.encode()), "utf-8")
         rows = list(fineweb.read_txt(content))
         blocks = [fineweb.encode(enc, rows[k : k + 3]) for k in range(0, len(rows), 3)]
     assert all(0 < len(piece) <= size for piece in pieces) and "".join(pieces) == text
     in_file = re.sub("\r\n?", "\n", text)  # where text is one row, its line ends stay
     documents = filter(str.strip, re.split(r"(?m)^<\|endoftext\|>$\n?", in_file))
-    expected = [(enc.eot_token, *enc.encode_ordinary(document)) for document in documents]
-    assert np.concatenate(blocks).tolist() == [*chain(*expected)]
-    assert tokens.dtype == np.uint16
-    assert tokens.tolist() == 2 * [enc.eot_token, *enc.encode_ordinary(text)]
-
-
-@needs_data
-@settings(exact, max_examples=100)
-@given(st.lists(st.lists(PIECES, max_size=4).map("".join), max_size=5))
-def test_documents_that_are_encoded_together_have_the_tokens_of_each(texts):
-    enc = fineweb.get_tokenizer("gpt2")
-    expected = [token for text in texts for token in (50256, *enc.encode_ordinary(text))]
-    assert fineweb.encode(enc, [(text, True) for text in texts]).tolist() == expected
+    pairs = ((np.concatenate(blocks), documents), (tokens, [text] * 2), (together, parts))
+    for found, texts in pairs:
+        expected = [(enc.eot_token, *enc.encode_ordinary(text)) for text in texts]
+        assert found.dtype == np.uint16 and found.tolist() == [*chain(*expected)]
 
 
 def test_threads_keep_the_order_and_read_a_little_ahead():
@@ -563,10 +548,8 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch
         shares.append(share)
         places.append(place)
         for text, begins in batch:
-            if begins:
-                found.append(text)
-            else:
-                found[-1:] = ["".join(found[-1:]) + text]
+            found += [""] * begins
+            found[-1] += text
     if suffix[:3] in ("txt", "csv"):
         texts = [text.replace("\r\n", "\n") for text in texts]
     assert found == texts and len(places) > 60 and not batch
@@ -577,22 +560,18 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
-    """Line ends become \\n, and a byte order mark at the beginning goes. A file may have two names."""
+    """A file may have two names, and brackets in one. Halves of characters become U+FFFD."""
     monkeypatch.setenv("HOME", str(tmp_path))
     folder = tmp_path / "some/of/mine"
     folder.mkdir(parents=True)
-    names = ("a.jsonl", "b[1].txt.gz", "c.txt.xz", "0.jsonl")
-    a, b, c, link = (folder / name for name in names)
+    a, b, link = (folder / name for name in ("a.jsonl", "b[1].txt.gz", "0.jsonl"))
     write_jsonl(a, ["a\udfffb\ud83d", "😀", "한\ud7ff"])
-    text = "one\r\ntwo\rthree\n" + "\ufeffé word\n" * 90_000
-    b.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
-    lines = text.replace("\r\n", "\n").replace("\r", "\n")
-    c.write_bytes(lzma.compress(b"\xef\xbb\xbf"))
+    b.write_bytes(gzip.compress("one\n\ufeffé".encode()))
     link.symlink_to(a)
     (folder / "b1.txt.gz").touch()  # which the pattern b[1].txt.gz means
-    x = build(None, tmp_path / "x", "--files", c, b, link, a, "--val_share", 0)
+    x = build(None, tmp_path / "x", "--files", b, link, a, "--val_share", 0)
     (folder / "b1.txt.gz").unlink()
-    assert read_split(x, "train") == to_tokens(["a\ufffdb\ufffd", "😀", "한\ud7ff", lines])
+    assert read_split(x, "train") == to_tokens(["a\ufffdb\ufffd", "😀", "한\ud7ff", "one\n\ufeffé"])
     y = build("~/some/**/*.*", tmp_path / "y", "--val_share", 0)
     assert contents(x) == contents(y)
 
@@ -635,6 +614,9 @@ def test_out_is_tried_before_the_work(tmp_path, monkeypatch):
     assert b"making" in sys.stdout.buffer.getvalue() and b"/?: if" in sys.stdout.buffer.getvalue()
     build(tmp_path, "~/é")
     assert list(read_meta(tmp_path / "é")["files"]) == [str(files)]
+    monkeypatch.setattr("tiktoken.get_encoding", Mock(side_effect=OSError("no network")))
+    line = refuse(files, tmp_path / "gpt2", "--tokenizer", "gpt2")
+    assert re.search(r"gpt2.*CLUSTERS\.md.*no network", line)
     monkeypatch.setattr(fineweb, "tokenize", None)  # would be a traceback
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
     assert "No space left" in refuse(files, tmp_path / "full")
@@ -657,37 +639,27 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.ndjson", GOOD, "", ["a"]),
     ("a.JSONLINES.gz", gzip.compress(GOOD), "", ["a"]),
     ("a.txt", b"Gutenberg\r\nor\rMac\n", "", ["Gutenberg\nor\nMac\n"]),
-    ("a.jsonl", rb'{"text": "a\r\n"}', "", ["a\r\n"]),
-    ("a.csv", b'id,text\r\n1,"A\r\nB"\r\n', "", ["A\nB"]),
-    ("a.csv", b'id,text\n1,"5"\n2,"It is 5\\" long"\n', "", "row in line 3: ',' expected"),
-    ("a.rtf", rb"{\rtf1 text}", "", "no plain text"),
-    ("a", b"%PDF-1.4 text", "", "no plain text"),
     ("a.txt.gz", b"", "--val_share 0", "no training tokens"),
-    ("a.txt", "März".encode("cp1252"), "", "iconv"),
     ("a.jsonl", b'{"text": null}\n' + GOOD + b'\n{"text": null}\n{"text": ""}', "", ["a", ""]),
     ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
     ("a.jsonl", LONG * 30 + b"5", "--max_tokens 8", ["a" * 7]),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found '{"body": "b"}\\n'"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
-    ("a.jsonl", b"\xef\xbb\xbf" + GOOD, "", ["a"]),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "0xff in position"),
-    ("a.png", b"\x89PNG", "", "it is no text in UTF-8 (iconv -f"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8): UnicodeDecodeError"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
     ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\n"]),
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "--files f: found no file (expected"),
     ("f/.a", b"A", "--files f", "--files f: found no file (expected"),
-    ("a.txt.gz", gzip.compress(b"long" * 999)[:-9], "", "a.txt.gz: EOFError: Compressed file ended"),
     ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
-    ("meta.json", b'{"text": "a", "tokenizer": 5}', "--tokenizer .", "meta.json names no tokenizer: Attr"),
     ("meta.json", b'{"text": "a", "tokenizer": "a zz"}', "--tokenizer .", "meta.json names no tokenizer: Value"),
     ("a.txt.xz", lzma.compress(b"text\0"), "", "it is no plain text, but packed"),
     ("a.csv", b'id,text\n1,"A\n2,B\n', "", "a.csv: row in line 2: unexpected end of data"),
     ("a.csv", b"id,text\n1,%s\n" % (b"long " * 99_999), "", ["long " * 99_999]),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
     ("f/d.arrow", b"\0", "--files f", "to_parquet"),
-    ("a.jsonl.xz", lzma.compress(GOOD * 9999)[:-20], "", "EOFError"),
+    ("a.jsonl.zst", pyarrow.compress(GOOD * 9999, "zstd", asbytes=True)[:-20], "", "OSError"),
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
     ("a.csv", b"id,text\n1,05\n\n2,5\n", "", ["05", "5"]),
@@ -695,10 +667,14 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.csv", b"id;text\n1;A\n", "", "found columns ['id;text'], expected text: see --text"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
+    ("a.parquet", {"text": pyarrow.array(["A", None], "string_view")}, "", ["A"]),  # of polars
+    ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "", "git lfs pull"),
+    ("a.csv", "\ufefftext\nA\n".encode("utf-16-le"), "", "it is UTF-16 (iconv"),  # of PowerShell
+    ("a.jsonl", GOOD, "--files a.jsonl --files b", "--files b: found no file"),
     ("a.parquet", {"id": [1], "body": ["A"]}, "", "columns ['id', 'body'], expected text: see"),
     ("a.parquet", {"text": ["A"], "id": [5]}, "--text_key id", "expected a text: see --text"),
     ("a.parquet", {"text": pyarrow.array([], "string")}, "--val_share 0", "no training tokens"),
-    ("a.jsonl", GOOD + b'{"body": 1}\n', "--tokenizer 300", "a.jsonl: line 2: expected lines like"),
+    ("a.jsonl", GOOD + b'{"text": "cut', "--tokenizer 300", "a.jsonl: line 2: expected lines like"),
     ("a.Parquet", {"text": pyarrow.array([b"A", b"\xff"]).view("string")}, "", "UnicodeDecode"),
 ]  # fmt: skip
 
@@ -759,17 +735,6 @@ def test_the_prompt_begins_a_document_and_pastes_into_any_shell(text, prompt, tm
     assert "'" not in out, "cmd.exe knows no other quotes"
 
 
-@pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
-def test_uv_run_installs_what_a_script_imports(name):
-    text = Path(ROOT, name).read_text()
-    (needed,) = re.findall("^# dependencies = (.*)$", text, re.MULTILINE)
-    pins = set(re.findall(r"(\w+)==", Path(ROOT, "requirements.txt").read_text()))
-    imported = set(re.findall(r"^ *(?:import|from) (\w+)", text, re.MULTILINE))
-    if name == "train_gpt2.py":
-        imported.add("tqdm")  # of fineweb.py and hellaswag.py, which it imports if they are there
-    assert set(re.findall(r'"(\w+)', needed)) == imported & pins
-
-
 def test_defaults_follow_the_source_and_the_machine(monkeypatch):
     """A job has a worker for each core that it may use, and where it cannot be limited, that there is."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5, 6}, raising=False)
@@ -792,19 +757,14 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys, recwarn):
     folder.mkdir()
     write_jsonl(folder / "a.jsonl", ["A"] * 99)
     (folder / "b.txt").write_text("B")
-    others = {
-        "package.json": b'\n{\n "name": "x"\n}',
-        "price.CSV": b"id,price\n1,2\n",
-        "p.png": b"\0",
-    }
-    others |= {"n.rtf": b"{\\rtf1 B}", "s.pdf": b"%PDF B", "w.txt": b"M\xe4rz", "e.gz": b"\x1f\x8b"}
+    others = {"price.CSV": b"id,price\n1,2\n", "p.png": b"\0", "e.gz": b"\x1f\x8b"}
+    others |= {"n.rtf": b"{\\rtf1 B}", "s.pdf": b"%PDF B", "w.txt": b"M\xe4rz"}
     for name, content in others.items():
         (folder / name).write_bytes(content)
-    parquet.write_table(pyarrow.table({"id": [1]}), folder / "x.parquet")
     out = build(folder, tmp_path / "out", "--val_share", 0)
     assert read_split(out, "train") == to_tokens(["A"] * 99 + ["B"])
     printed = capsys.readouterr().out
-    for name in [*others, "x.parquet"]:
+    for name in others:
         assert re.search(rf"code/{name}: .*: it is left out\n", printed), name
         assert name in refuse(folder / name, tmp_path / "other")
     assert not [warning for warning in recwarn if warning.category is ResourceWarning]
@@ -814,31 +774,21 @@ def test_links_to_folders_are_followed_once(tmp_path):
     """Whether they lead back, twice to the same folder, or nowhere. --out is made where one leads."""
     (tmp_path / "elsewhere/of").mkdir(parents=True)
     (tmp_path / "elsewhere/of/a.txt").write_text("A")
-    links = {
-        "c": "../elsewhere",
-        "d": "../elsewhere/of",
-        "up": "..",
-        "lost": "no",
-        "../out": "disk",
-    }
+    links = {"c": "../elsewhere", "d": "../elsewhere/of", "up": "..", "lost": "no"}
     (tmp_path / "texts").mkdir()
     for name, target in links.items():
         (tmp_path / "texts" / name).symlink_to(target)
+    (tmp_path / "out").symlink_to("disk")
     out = build(tmp_path / "texts", tmp_path / "out", "--val_share", 0)
     assert read_split(out, "train") == to_tokens(["A"]) and (tmp_path / "disk").is_dir()
 
 
 def test_four_starts_at_once_end_with_the_same_shards(tmp_path):
     files = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    context = multiprocessing.get_context("fork")
-    command = (files, tmp_path / "out", *OPTIONS)
-    processes = [context.Process(target=build, args=command) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0] * 4
-    assert contents(tmp_path / "out") == contents(build(files, tmp_path / "whole", *OPTIONS))
+    with ProcessPoolExecutor(4, multiprocessing.get_context("fork")) as pool:
+        starts = [pool.submit(build, files, tmp_path / "out", *OPTIONS) for _ in range(4)]
+    outs = {start.result() for start in starts}  # or the error of one
+    assert contents(outs.pop()) == contents(build(files, tmp_path / "whole", *OPTIONS))
 
 
 def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys, monkeypatch):
@@ -858,13 +808,3 @@ def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys,
             args = fineweb.parse_args(shlex.split(command[1]))
             assert (args.files, args.text_key, args.tokenizer) == ([str(files)], "body", "4096")
             assert args.out == f"{out}_4096"
-
-
-@pytest.mark.parametrize("name, effect, options, message", [
-    ("tiktoken.get_encoding", OSError("no network"), "--tokenizer gpt2", r"gpt2.*CLUSTERS\.md.*no network"),
-    ("datasets.load_dataset_builder", [Mock(**{"config.data_files": {"test": [], "dev": []}})], "--dataset a/b", r"a/b has no split train, but \['dev', 'test'\]"),
-])  # fmt: skip
-def test_what_fails_in_a_library_is_named(name, effect, options, message, tmp_path, monkeypatch):
-    monkeypatch.setattr(name, Mock(side_effect=effect))
-    files = None if "--dataset" in options else write_jsonl(tmp_path / "a.jsonl", ["A"])
-    assert re.search(message, refuse(files, tmp_path / "out", *options.split()))

@@ -214,8 +214,11 @@ def test_the_command_line_scores_a_model_in_its_context(folders, monkeypatch, ca
         return measure(logits, y)
 
     monkeypatch.setattr(hellaswag, "token_losses", spy)
+    said = Mock(wraps=print)
+    monkeypatch.setattr(hellaswag, "print", said, raising=False)
     hellaswag.main(folders)
     one = capsys.readouterr().out
+    assert all(call.kwargs == {"flush": True} for call in said.mock_calls), "at once"
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
     hellaswag.main([*folders, "-m", "padded"])
     assert capsys.readouterr().out == one

@@ -31,7 +31,6 @@ def images(cell):
 
 
 def printed(cell):
-    """Return what a cell has printed."""
     return "".join(output.get("text", "") for output in cell.outputs)
 
 

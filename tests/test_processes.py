@@ -1,5 +1,6 @@
 """Promise 2: one process and several (DDP and ZeRO) make one run, and continue its checkpoints."""
 
+import functools
 import os
 import re
 import subprocess
@@ -37,19 +38,17 @@ def start(tmp_path_factory):
     patch += "hellaswag.BATCH_TOKENS['cpu'] = 99"  # batches that two processes have to share
     flags = f"--data_dir {data} --max_steps 20 --save_every 20 --batch_size 4 --val_every 10"
     flags += " --hellaswag_every 10 --sample_every 10 --num_samples 2 "
-    made = {}
 
+    @functools.cache
     def train(processes: int, own: str, also="") -> tuple[Path, list[str]]:
-        key, log_dir = (processes, own, also), folder / str(len(made))
-        if key not in made:
-            own = f"{flags} {own} --log_dir {log_dir}"
-            result = run(own, processes=processes, patch=f"{patch}\n{also}", seconds=200)
-            assert result[0] == 0, result
-            printed = re.findall(r"step +\d+/.. [|] loss", result[1])
-            assert printed and len(printed) == len({*printed}), "one process prints"
-            assert "Warning" not in result[2]
-            made[key] = log_dir, re.findall("(?m)^sample .*", result[1])
-        return made[key]
+        log_dir = tmp_path_factory.mktemp("run")
+        own = f"{flags} {own} --log_dir {log_dir}"
+        result = run(own, processes=processes, patch=f"{patch}\n{also}", seconds=200)
+        assert result[0] == 0, result
+        printed = re.findall(r"step +\d+/.. [|] loss", result[1])
+        assert printed and len(printed) == len({*printed}), "one process prints"
+        assert "Warning" not in result[2]
+        return log_dir, re.findall("(?m)^sample .*", result[1])
 
     return train
 

@@ -41,28 +41,23 @@ RUNS = {
     "train_gpt2.py --init_from log --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try": SMALL,
 }
-FIRST = "--data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon"
-NOT_RUN = {"fineweb.py", "fineweb.py --max_tokens 150000000 --out edu_small"}  # they download
-NOT_RUN |= {
-    "train_gpt2.py --sample --init_from gpt2",
-    "train_gpt2.py --init_from gpt2 --max_steps 0",
-}
-NOT_RUN.add(
-    "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
-    " --total_batch_size 16384 --max_steps 200 --val_every 21"
-)
 ON_GPU = "--optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps"
-NOT_RUN |= {  # they need a GPU, or download
+NOT_RUN = {  # they need a GPU, or download
+    "fineweb.py",
+    "fineweb.py --max_tokens 150000000 --out edu_small",
+    "train_gpt2.py --data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon",
     "fineweb.py --max_tokens 600000000 --out edu_600M",
     "train_gpt2.py --data_dir edu_600M --log_dir log/second --max_steps 4000 --optimizer muon",
+    "train_gpt2.py --sample --init_from gpt2",
+    "train_gpt2.py --init_from gpt2 --max_steps 0",
+    "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
+    " --total_batch_size 16384 --max_steps 200 --val_every 21",
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
     f' --prompt="First Citizen:" {ON_GPU} 86 --val_every 9',
     "fineweb.py --files texts --tokenizer 16384 --out mine_16384",
-    "train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 "
-    + f"{ON_GPU} 1297 --val_every 130",
+    f"train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 {ON_GPU} 1297 --val_every 130",
     "train_gpt2.py --sample --init_from log/mine_16384 --num_samples 1 --prompt -",
 }
-NOT_RUN.add(f"train_gpt2.py {FIRST}")
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = ">or your own, as its name and all its tokens in hex\n"
 CHANGES = {
@@ -86,12 +81,13 @@ def test_each_command_is_run_by_a_test_or_known():
 
 
 def test_each_flag_exists():
-    """No flag in the README was renamed or removed."""
     sources = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*/m*.py")])
     known = {*train_gpt2.DEFAULTS}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += " shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"
+    others += (
+        " local_addr shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"
+    )
     others += " help index base model_args tasks outfile"  # of lm-eval and llama.cpp
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
@@ -154,7 +150,6 @@ def call(main, argv: list[str]):
 
 @pytest.mark.slow
 def test_each_command_does_its_work(tmp_path, monkeypatch):
-    """No command fails although its flags are all known."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))

@@ -187,6 +187,9 @@ def test_each_task_has_its_period_and_is_done_after_the_last_update(shards, caps
     assert "val" not in log and os.listdir("never") == ["log.txt"]
     out = capsys.readouterr().out
     assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
+    monkeypatch.setattr(train_gpt2, "load_hellaswag", lambda *_: "examples")  # as on a GPU
+    log = train("--max_steps 5 --val_every 3", "both")
+    assert list(log["hella"]) == list(log["val"]) == [0, 3, 5], "with each validation"
 
 
 def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
