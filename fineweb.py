@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from threading import Thread
+from threading import Thread, local
 
 import numpy as np
 import tiktoken
@@ -86,11 +86,18 @@ def write_file(path: str, content: bytes) -> None:
 
 
 def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
-    """Return GPT-2's tokenizer, or that of the bytes and of the tokens after its name, in hex."""
+    """Return a new copy of GPT-2's tokenizer, or of that of the bytes and of the tokens after its
+    name, in hex. Threads that shared a copy would wait for its regular expression."""
     name, *others = tokenizer.split()
     if name == "gpt2":
         with naming("gpt2's tokens cannot be loaded (without a network: .github/CLUSTERS.md)"):
-            return tiktoken.get_encoding("gpt2")
+            gpt2 = tiktoken.get_encoding("gpt2")
+        return tiktoken.Encoding(
+            name,
+            pat_str=gpt2._pat_str,
+            mergeable_ranks=gpt2._mergeable_ranks,
+            special_tokens=gpt2._special_tokens,
+        )
     tokens = [bytes([byte]) for byte in range(256)] + [bytes.fromhex(token) for token in others]
     return tiktoken.Encoding(
         name,
@@ -460,12 +467,19 @@ def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
     return np.concatenate(tokens, dtype="<u2", casting="unsafe")
 
 
-def tokenize(batches: Iterator[tuple], enc: tiktoken.Encoding, workers: int) -> Iterator[tuple]:
+def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator[tuple]:
     """Yield (position, share, tokens) of all batches, in order, encoded by this many threads."""
+    own = local()  # each thread sees its own attributes
+
+    def encode_in_thread(batch: list[tuple]) -> np.ndarray:
+        if not hasattr(own, "enc"):
+            own.enc = get_tokenizer(tokenizer)
+        return encode(own.enc, batch)
+
     with ThreadPoolExecutor(workers) as pool:  # tiktoken encodes without Python's lock
         waiting = deque()
         for position, share, batch in batches:
-            waiting.append((position, share, pool.submit(encode, enc, batch)))
+            waiting.append((position, share, pool.submit(encode_in_thread, batch)))
             if len(waiting) > 4 * workers:  # tokens must not fill the memory
                 *place, tokens = waiting.popleft()
                 yield *place, tokens.result()
@@ -488,7 +502,7 @@ def write_shards(args: argparse.Namespace, meta: dict) -> None:
         os.makedirs(os.path.realpath(args.out), exist_ok=True)  # also where a link leads nowhere
         write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
     batches = read_batches(args, meta["files"], meta["progress"]["position"])
-    batches = tokenize(batches, get_tokenizer(meta["tokenizer"]), args.workers)
+    batches = tokenize(batches, meta["tokenizer"], args.workers)
     if meta["shards"]:
         _, _, tokens = next(batches)
         found = hashlib.sha256(tokens).hexdigest()

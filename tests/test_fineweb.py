@@ -29,6 +29,7 @@ from unittest.mock import ANY, DEFAULT, Mock, patch
 import numpy as np
 import pyarrow
 import pytest
+import tiktoken
 import tokenizers
 from conftest import ROOT, contents, needs_data
 from hypothesis import example, given, settings
@@ -504,16 +505,15 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
 
 def test_threads_keep_the_order_and_read_a_little_ahead():
     """While one of them works for long, the other one works on about eight batches, and waits."""
-    enc = fineweb.get_tokenizer("bytes")
 
-    def slow(text, **rest):
+    def slow(enc, text, **rest):
         time.sleep(0.3 * (text == "<|endoftext|>10"))
-        return encode(text, **rest)
+        return encode(enc, text, **rest)
 
-    encode = enc.encode_to_numpy
+    encode = tiktoken.Encoding.encode_to_numpy
     unread = iter([([0, k], 0.5, [(f"{k}", True)]) for k in range(40)])
-    with patch.object(enc, "encode_to_numpy", slow):
-        for k, (place, share, tokens) in enumerate(fineweb.tokenize(unread, enc, 2)):
+    with patch.object(tiktoken.Encoding, "encode_to_numpy", slow):
+        for k, (place, share, tokens) in enumerate(fineweb.tokenize(unread, "bytes", 2)):
             assert (place, share) == ([0, k], 0.5)
             assert tokens.tolist() == [256, *f"{k}".encode()]
             assert length_hint(unread) >= 31 - k
