@@ -14,7 +14,7 @@ from conftest import FLAGS, ROOT, write_shards
 import train_gpt2
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TEXTS = (ROOT / ".github/TEXTS.md").read_text(encoding="utf-8")
+PARTS = "".join((ROOT / ".github" / f"{x}.md").read_text("utf-8") for x in ("LEARN", "TEXTS"))
 MORE = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob(".github/*.md"))
 PAGES = [*ROOT.glob("tests/**/README.md"), *ROOT.glob(".github/*.md")]
 SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_tokens 4"
@@ -70,8 +70,8 @@ CHANGES = {
 
 
 def test_each_command_is_run_by_a_test_or_known():
-    """README and TEXTS have no command without a test, unless it is known to be untried."""
-    pages = README + TEXTS
+    """README, LEARN and TEXTS have no command without a test, unless it is known to be untried."""
+    pages = README + PARTS
     codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", pages))
     blocks = "".join(re.findall(r"(?s)```\w*\n(.*?)```", pages))
     lines = [line.split("#")[0] for line in [*blocks.splitlines(), *codes]]
@@ -118,7 +118,7 @@ def test_links_resolve(page):
 def test_the_map_and_the_links_to_lines_are_those_of_the_script():
     """A link's line has the words of the link. The map has a block for 20 lines."""
     lines = (ROOT / "train_gpt2.py").read_text("utf-8").splitlines()
-    for words, number in re.findall(r"\[([^]]+)\]\(train_gpt2\.py#L(\d+)\)", README):
+    for words, number in re.findall(r"\[([^]]+)\]\(\.\./train_gpt2\.py#L(\d+)\)", PARTS):
         assert words in lines[int(number) - 1], f"{words} is not in line {number}"
     titles = {i: line[7:].strip(" -") for i, line in enumerate(lines, 1) if line[:6] == "# ----"}
     [end_of_lecture] = [start for start in titles if titles[start] == "generation"]
