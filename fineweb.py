@@ -194,7 +194,7 @@ def read_file(address: str, text_key: str) -> Iterator[tuple]:
         return
     name, packing = os.path.splitext(address.lower())
     ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
-    not_utf8 = naming("it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
+    not_utf8 = naming("it is no UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
     with naming(address), not_utf8, open(fetch(address), "rb") as file:
         is_pointer = file.peek(1).startswith(b"version https://git-lfs")
         require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")
@@ -218,7 +218,7 @@ def read_text(file: io.BufferedReader, text_key: str, ending: str, packing: str)
     is_utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff"))  # Windows calls it Unicode
     require(not is_utf16, "it is UTF-16 (iconv -f UTF-16 -t UTF-8)")
     is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
-    require(not is_binary, "it is no plain text, but packed, a document or a picture")
+    require(not is_binary, "it is no plain text, but packed, a document, a picture or UTF-16")
     with io.TextIOWrapper(content, "utf-8-sig") as lines:  # -sig skips a byte order mark
         if ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
             yield from read_jsonl(lines, text_key)
@@ -273,7 +273,8 @@ def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tu
     if ending == ".tsv":  # where a quote is a character like others
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     names = next(rows, [])
-    require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
+    found = f"found columns {names}, expected {text_key}, and commas between them in .csv"
+    require(text_key in names, f"{found}: see --text_key")
     try:
         column = names.index(text_key)
         line = 2  # where the row begins
@@ -623,7 +624,7 @@ def check_meta(args: argparse.Namespace, options: dict) -> dict:
 
 def quote(word: str) -> str:
     """Return a word of a command line as bash and Windows' cmd.exe both take it."""
-    return word if re.fullmatch(r"[\w:+=,./-]+", word) else f'"{word}"'
+    return word if re.fullmatch(r"[\w:+=,./\\-]+", word) else f'"{word}"'
 
 
 def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:

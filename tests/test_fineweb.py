@@ -645,7 +645,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", LONG * 30 + b"5", "--max_tokens 8", ["a" * 7]),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found '{"body": "b"}\\n'"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no text in UTF-8 (iconv -f WINDOWS-1252 -t UTF-8): UnicodeDecodeError"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no UTF-8 (iconv -f WINDOWS-1252 -t UTF-8): UnicodeDecodeError"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
     ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\n"]),
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
@@ -664,7 +664,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
     ("a.csv", b"id,text\n1,05\n\n2,5\n", "", ["05", "5"]),
     ("a.csv", b"id,text\n1,A\n2,B, b\n", "", "a.csv: row in line 3: found 3 cells, expected 2"),
-    ("a.csv", b"id;text\n1;A\n", "", "found columns ['id;text'], expected text: see --text"),
+    ("a.csv", b"id;text\n1;A\n", "", "found columns ['id;text'], expected text, and commas between them in .csv: see --text"),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
     ("a.parquet", {"text": pyarrow.array(["A", None], "string_view")}, "", ["A"]),  # of polars

@@ -24,7 +24,8 @@ RUNS = {
     "train_gpt2.py --resume --log_dir log/quickstart": "",
     "train_gpt2.py --quickstart --resume --max_steps 3000": "--max_steps 4",
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class" --temperature 0.8': "",
-    "train_gpt2.py --quickstart --total_batch_size 4096 --max_steps 200 --log_dir log/large": SMALL,
+    "train_gpt2.py --quickstart --total_batch_size 4096 --batch_size 16 --max_steps 200"
+    " --log_dir log/large": SMALL,
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
     ' --prompt="First Citizen:" --quickstart --val_tokens 38912': SMALL,
