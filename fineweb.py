@@ -273,8 +273,11 @@ def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tu
     if ending == ".tsv":  # where a quote is a character like others
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
     names = next(rows, [])
-    found = f"found columns {names}, expected {text_key}, and commas between them in .csv"
-    require(text_key in names, f"{found}: see --text_key")
+    require(
+        text_key in names,
+        f"found columns {names}, expected {text_key}, and commas between them in .csv: "
+        "see --text_key",
+    )
     try:
         column = names.index(text_key)
         line = 2  # where the row begins
