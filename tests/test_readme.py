@@ -14,7 +14,8 @@ from conftest import FLAGS, ROOT, write_shards
 import train_gpt2
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PARTS = "".join((ROOT / ".github" / f"{x}.md").read_text("utf-8") for x in ("LEARN", "TEXTS"))
+NAMES = ("LEARN", "TEXTS", "FULL-RUN", "HELP")  # of the pages that were parts of it
+PARTS = "".join((ROOT / ".github" / f"{name}.md").read_text("utf-8") for name in NAMES)
 MORE = "".join(page.read_text(encoding="utf-8") for page in ROOT.glob(".github/*.md"))
 PAGES = [*ROOT.glob("tests/**/README.md"), *ROOT.glob(".github/*.md")]
 SMALL = "--device cpu --val_tokens 640 --max_steps 2 --num_samples 1 --max_new_tokens 4"
@@ -71,7 +72,7 @@ CHANGES = {
 
 
 def test_each_command_is_run_by_a_test_or_known():
-    """README, LEARN and TEXTS have no command without a test, unless it is known to be untried."""
+    """README and its parts have no command without a test, unless it is known to be untried."""
     pages = README + PARTS
     codes = re.findall(r"`([^`]+)`", re.sub(r"(?s)```.*?```", "", pages))
     blocks = "".join(re.findall(r"(?s)```\w*\n(.*?)```", pages))
@@ -97,7 +98,7 @@ def test_each_flag_exists():
 def test_torchrun_knows_its_flags():
     """torchrun's parser takes each of its command lines, those of several machines too."""
     lines = re.findall(r"torchrun (--.*?\.py\b[^&\n`]*)", README + MORE)
-    assert len(lines) == 8
+    assert len(lines) == 9
     for line in lines:
         args = torch.distributed.run.get_args_parser().parse_args(shlex.split(line, comments=True))
         assert args.training_script == "train_gpt2.py"
