@@ -87,10 +87,8 @@ def test_each_flag_exists():
     known = {*train_gpt2.DEFAULTS}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
-    others += (
-        " local_addr shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu check"
-    )
-    others += " help index base model_args tasks outfile"  # of lm-eval and llama.cpp
+    others += " local_addr shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"
+    others += " check help index base model_args tasks outfile headless convert"
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
 
