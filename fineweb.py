@@ -149,10 +149,12 @@ def walk(top: str) -> list[str]:
     seen = set()  # folders, because links may lead back
     # print tells of folders that may not be read
     for folder, subfolders, names in os.walk(top, onerror=print, followlinks=True):
-        is_new = os.path.realpath(folder) not in seen
+        if os.path.realpath(folder) in seen:
+            subfolders.clear()  # os.walk goes no deeper here
+            continue
         seen.add(os.path.realpath(folder))
-        subfolders[:] = sorted(name for name in subfolders if is_new and name[0] != ".")
-        paths += [os.path.join(folder, name) for name in names if is_new and name[0] != "."]
+        subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+        paths += [os.path.join(folder, name) for name in names if name[0] != "."]
     return [path for path in paths if os.path.isfile(path)]
 
 
@@ -397,14 +399,16 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     bpe.train_from_iterator(sample_texts(files, text_key), trainer)
     # Visible bytes stand for themselves, and characters from U+0100 on for the others, in order
     visible = [ord(c) for c in alphabet if c < "\u0100"]
-    byte_of = dict(zip(alphabet, visible + sorted({*range(256)} - {*visible}), strict=True))
+    invisible = sorted({*range(256)} - {*visible})
+    byte_of = dict(zip(alphabet, visible + invisible, strict=True))
     vocabulary = bpe.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.get)[256:]
     count = len(tokens) + 257
     if count < size:
         print(f"it has only {count}, because no other two tokens follow each other twice in words")
     tokens = " ".join(bytes(byte_of[c] for c in token).hex() for token in tokens)
-    return f"bpe-{count}-{hashlib.sha256(tokens.encode()).hexdigest()[:6]} {tokens}"
+    digest = hashlib.sha256(tokens.encode()).hexdigest()
+    return f"bpe-{count}-{digest[:6]} {tokens}"
 
 
 # ---- from rows to tokens -------------------------------------------------------------------------
@@ -584,7 +588,8 @@ def find_meta(args: argparse.Namespace) -> dict:
     files = list_files(args)
     tokenizer = choose_tokenizer(args, files)
     enc = get_tokenizer(tokenizer)
-    is_small = args.dataset in (None, "pydocs") and sum(size for size, _ in files.values()) < 2**24
+    total = sum(size for size, _ in files.values())  # bytes, or, on the hub, the number of files
+    is_small = total < 2**24 and args.dataset in (None, "pydocs")
     return {
         "tokenizer": tokenizer,  # this and the next two are for the trainer
         "vocab_size": enc.n_vocab,
@@ -610,8 +615,12 @@ def check_meta(args: argparse.Namespace, options: dict) -> dict:
         require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
     if args.files:  # those of a dataset stay as they were at the beginning
         files = list_files(args)
-        read = None if meta["progress"]["done"] else meta["progress"]["position"][0]  # None: all
-        before, now = (list(x.items())[:read] for x in (meta["files"], files))
+        before = list(meta["files"].items())
+        now = list(files.items())
+        if not meta["progress"]["done"]:  # files that were not read yet may change
+            read = meta["progress"]["position"][0]
+            before = before[:read]
+            now = now[:read]
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
             require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
         meta["files"] = files
@@ -722,7 +731,8 @@ def report(args: argparse.Namespace, meta: dict, argv: list[str] | None) -> None
     train = count_tokens(meta, "train")
     require(train, "no training tokens: more files, or a lower --val_share?")
     sizes = {name: meta["shards"][name]["tokens"] for name in meta["shards"] if "train" in name}
-    tokens = np.load(Path(args.out, max(sizes, key=sizes.get)), mmap_mode="r")[: 10**6]
+    largest = max(sizes, key=sizes.get)
+    tokens = np.load(Path(args.out, largest), mmap_mode="r")[: 10**6]
     text = get_tokenizer(meta["tokenizer"]).decode(tokens.tolist())
     size = len(text.replace(EOT, "").encode()) / len(tokens)
     val = count_tokens(meta, "val")
