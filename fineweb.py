@@ -431,8 +431,8 @@ def cut(text: str) -> Iterator[str]:
 
 
 def read_batches(args: argparse.Namespace, files: dict, position: list) -> Iterator[tuple]:
-    """Yield (position, share of all files read, batch) from a position on. It says where the batch
-    begins: [file, how many of its rows come before]. The last batch is empty, at the end."""
+    """Yield (position, share of all files read, batch) from a position on. A position says where
+    its batch begins: [file, how many rows of it come before]. The last batch is empty."""
     sizes = [max(1, size) for size, _ in files.values()]
     addresses = list(files)
     first, start = position
@@ -456,7 +456,7 @@ def read_batches(args: argparse.Namespace, files: dict, position: list) -> Itera
         start = 0
         read += sizes[k]
     yield position, 1.0, batch
-    yield [len(files), 0], 1.0, []
+    yield [len(files), 0], 1.0, []  # behind all files, for the last chunk to end with
 
 
 def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
@@ -466,7 +466,7 @@ def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
     if len(together) <= 2 * BATCH_SIZE and not has_quotes:
         # In one call, because a thread waits for Python's lock at the end of each
         return enc.encode_to_numpy(together, allowed_special="all").astype("<u2")
-    tokens = [[]]
+    tokens = [[]]  # a batch may be empty
     for text, begins in batch:
         if begins:
             tokens.append([enc.eot_token])
@@ -561,8 +561,8 @@ def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=F
 
 def choose_validation(args: argparse.Namespace, meta: dict, size: int) -> np.ndarray:
     """Return the mask of the validation tokens among the next `size` tokens."""
-    # All tokens are cut into pieces. Of the first k pieces, validation gets k * val_share, rounded.
-    # So it gets piece k if this number rises there: with a share of 0.1, the fifth of every ten
+    # All tokens are cut into pieces. Of the first n pieces, validation gets n * val_share, rounded.
+    # So it gets the pieces at which this number rises: with a share of 0.1, the fifth of every ten
     length = meta["piece_size"]
     start = count_tokens(meta)
     pieces = np.arange(start // length, (start + size) // length + 2)
@@ -581,7 +581,7 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return meta.json as an earlier start of the same run has left it, or a new one."""
-    others = ("files", "out", "workers")  # flags on which the shards do not depend
+    others = ("files", "out", "workers")  # files are compared by their content
     options = {"version": META_VERSION} | {k: v for k, v in vars(args).items() if k not in others}
     if list(Path(args.out).glob("*.npy")):
         return check_meta(args, options)
@@ -595,7 +595,7 @@ def find_meta(args: argparse.Namespace) -> dict:
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
         "options": options,
-        # Tokens that go to validation together: in long pieces, windows of 1,024 are whole
+        # Tokens that go to validation together: longer pieces cut fewer windows of 1,024 in two
         "piece_size": 512 if is_small else 8192,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
         "progress": {"chunks": 0, "position": [0, 0], "done": False},  # see read_batches
