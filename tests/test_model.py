@@ -347,6 +347,13 @@ def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
 
 
+def test_a_folder_with_a_tokenizer_of_another_language_is_refused(tmp_path):
+    foreign().save_pretrained(tmp_path)
+    train_gpt2.export_tokenizer(replace(SMALL, tokenizer=OWN), str(tmp_path))
+    with pytest.raises(UserError, match="has a tokenizer of its own, expected bytes"):
+        train_gpt2.load_pretrained(str(tmp_path))
+
+
 @pytest.mark.parametrize("change, message", [
     ({"vocab_size": 300}, "has 300 tokens, expected 50257 or 257"),
     ({"activation_function": "relu"}, "is no GPT-2: activation_function is relu"),

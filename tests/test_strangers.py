@@ -46,6 +46,7 @@ RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
+COPIED = b'{"tokenizer": "bytes", "vocab_size": 257, "shards": {"test_train_000002.npy": {}}}'
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
@@ -87,6 +88,9 @@ REFUSED = {
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
     "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
+    "half of a copy": ("", {SHARD: None, META: COPIED}, "data lacks test_train_000002.npy, which meta.json names"),
+    "another folder": ("--init_from x.pt --data_dir gone", {"x.pt": saved(MODEL)}, "/gone holds no train shards: use fineweb.py"),
+    "mistyped": ("--init_from data/x.pt", {}, "/data holds no x.pt"),
     "no val shards": ("", {VAL: None}, "data holds no val shards"),
     "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),

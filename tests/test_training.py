@@ -136,7 +136,7 @@ def test_the_console_shows_a_step_a_second(shards, monkeypatch, capsys, break_lo
     form += rf"0 lr \d\.\d{{4}}e-\d\d\n0 norm {number}\n0 dt 250\.00\n1 train "
     assert re.match(form, Path("log/log.txt").read_text())
     out = capsys.readouterr().out
-    assert "test, 38,272 parameters, on 1 x cpu\n" in out
+    assert "test, 38,272 parameters, tokens of bytes, on 1 x cpu\n" in out
     assert "15 steps of 256 tokens, 3,840 in all, 1.74 epochs, float32, B 16\n" in out
     line = rf"step +(\d+)/15 \| loss: \d\.\d{{6}} \| lr \d\.\d{{4}}e-\d\d \| norm: {number} "
     line += r"\| dt: 250\.00ms \| tok/sec: 1024 \| mfu: 50\.0% \| 0:00:0(\d) left\n"
