@@ -581,7 +581,7 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: argparse.Namespace) -> dict:
     """Return meta.json as an earlier start of the same run has left it, or a new one."""
-    others = ("files", "out", "workers")  # files are compared by their content
+    others = ("files", "out", "workers")  # the shards depend on none of them but the files' content
     options = {"version": META_VERSION} | {k: v for k, v in vars(args).items() if k not in others}
     if list(Path(args.out).glob("*.npy")):
         return check_meta(args, options)
