@@ -196,7 +196,8 @@ def read_file(address: str, text_key: str) -> Iterator[tuple]:
         return
     name, packing = os.path.splitext(address.lower())
     ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
-    not_utf8 = naming("it is no UTF-8 (iconv -f WINDOWS-1252 -t UTF-8)", UnicodeDecodeError)
+    advice = "it is no UTF-8 (iconv -f ENCODING -t UTF-8, see .github/HELP.md)"
+    not_utf8 = naming(advice, UnicodeDecodeError)
     with naming(address), not_utf8, open(fetch(address), "rb") as file:
         is_pointer = file.peek(1).startswith(b"version https://git-lfs")
         require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")

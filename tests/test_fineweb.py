@@ -645,7 +645,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.jsonl", LONG * 30 + b"5", "--max_tokens 8", ["a" * 7]),  # the rest is not read
     ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found '{"body": "b"}\\n'"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no UTF-8 (iconv -f WINDOWS-1252 -t UTF-8): UnicodeDecodeError"),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no UTF-8 (iconv -f ENCODING -t UTF-8, see .github/HELP.md): UnicodeDecodeError"),
     ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
     ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\n"]),
     ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
