@@ -113,7 +113,7 @@ NANOGPT = {"nano/train.bin": GPT2.tobytes(), "nano/val.bin": GPT2.tobytes()}  # 
 TAKEN = {
     "a fork's run, evaluated": ("--init_from x.pt --max_steps 0", {"x.pt": saved(FORK)}, "0/0 | val loss: "),
     "files of other programs": ("", {"data/train.txt": b"", "data/x_train.npz": b"", "data/._train_1.npy": b"Mac"}, "done: "),
-    "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_tokens 16", NANOGPT, "done: "),
+    "nanoGPT's .bin": ("--data_dir nano --total_batch_size 16 --val_every 0", NANOGPT, "done: "),
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, '--sample --init_from "log/" --seed 1'),
     "a blank in a name": ("--log_dir 'my run'", {}, '--sample --init_from "my run" --seed 1'),
     "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
