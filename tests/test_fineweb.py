@@ -696,6 +696,7 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
         assert read_split(tmp_path / "out", "train") == to_tokens(expected)
 
 
+@needs_data
 def test_what_to_run_next_suits_the_amount():
     prompt = ' --log_dir log/m --prompt="A b"'
     d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245 --val_every 25"
