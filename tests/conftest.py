@@ -3,6 +3,7 @@
 import argparse
 import functools
 import itertools
+import json
 import multiprocessing
 import os
 import shlex
@@ -34,12 +35,13 @@ if DATA.exists():  # GPT-2's tokenizer is there, and need not be downloaded
     os.environ["TIKTOKEN_CACHE_DIR"] = str(DATA / "tiktoken_cache")
 
 # 2 layers, 2 heads, 32 channels, of 16 tokens: what a test of the whole script can afford
-TINY = (2, 2, 32, 1e-2)
-SMALL = train_gpt2.GPTConfig(*TINY[:3], 16, 257, "bytes")
+TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "max_lr": 1e-2}
+SMALL = train_gpt2.GPTConfig(2, 2, 32, 16, 257, "bytes")
+# All flags, where none is typed
+DEFAULTS = {flag: row[1] for flag, row in (train_gpt2.FLAGS | train_gpt2.COMMANDS).items()}
 # The flags of a tiny run. A test adds its own, which come later and count
 FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
-FLAGS += ["--hellaswag_every", "0", "--sample_every", "0", "--max_new_tokens", "8"]
-FLAGS += ["--seq_len", "16"]
+FLAGS += ["--num_samples", "0", "--max_new_tokens", "8", "--seq_len", "16"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,7 @@ def tiny_model(monkeypatch):
     """Add the size `test` to the table for the length of a test, and compute deterministically."""
     monkeypatch.setitem(train_gpt2.SIZES, "test", TINY)
     torch.use_deterministic_algorithms(True)
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
     handlers = {number: signal.getsignal(number) for number in (getattr(signal, n) for n in names)}
     yield
     torch.use_deterministic_algorithms(False)
@@ -59,7 +61,7 @@ def tiny_model(monkeypatch):
 def shards(tmp_path, monkeypatch):
     """Return a folder of English-like shards of bytes, 3 train and 1 val: --data_dir's default."""
     monkeypatch.chdir(tmp_path)
-    return write_shards(tmp_path / train_gpt2.DEFAULTS["data_dir"])
+    return write_shards(tmp_path / DEFAULTS["data_dir"])
 
 
 def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
@@ -71,15 +73,27 @@ def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
         text = b"".join(words[j] for j in rng.randint(0, len(words), size))[:size]
         tokens = np.frombuffer(text, np.uint8).astype(np.uint16)
         np.save(folder / f"test_{'train' if i else 'val'}_{i:06d}.npy", tokens)
-    (folder / "meta.json").write_text('{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}')
+    write_meta(folder)
     return folder
+
+
+def write_meta(folder: Path, tokenizer="bytes", vocab_size=257) -> None:
+    """Write what fineweb.py writes about its shards, as far as the trainer reads it."""
+    meta = {"tokenizer": tokenizer, "vocab_size": vocab_size, "shards": {}}
+    Path(folder, "meta.json").write_text(json.dumps(meta | {"progress": {"done": True}}))
+
+
+def new_model(config=SMALL, seed=1337) -> train_gpt2.GPT:
+    """Return a model with the first weights of a run."""
+    model = train_gpt2.GPT(config)
+    model.init_weights(seed)
+    return model
 
 
 def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
     """Return a Process of one or many processes on the CPU, but for the changes."""
-    cpu = {"device": torch.device("cpu"), "device_name": "cpu", "dtype": "float32"}
-    cpu |= {"compile": False, "rank": rank, "world_size": world_size}
-    return train_gpt2.Process(**(cpu | changes))
+    cpu = {"device": torch.device("cpu"), "dtype": "float32", "compile": False}
+    return train_gpt2.Process(**(cpu | {"rank": rank, "world_size": world_size} | changes))
 
 
 @pytest.fixture
@@ -87,8 +101,8 @@ def break_losses(monkeypatch):
     """Return a function that lets change(n, losses) replace the losses of training batch n."""
     forward, calls, changes = train_gpt2.GPT.forward, itertools.count(), []
 
-    def broken(self, *args):
-        losses = forward(self, *args)
+    def broken(self, *args, **options):
+        losses = forward(self, *args, **options)
         return changes[0](next(calls), losses) if changes and self.training else losses
 
     monkeypatch.setattr(train_gpt2.GPT, "forward", broken)
@@ -108,9 +122,9 @@ def hook(code: str) -> str:
     """Return a patch for `run`: code after each call of the model, which sees `calls` and `losses`."""
     return f"""
 forward, calls = train_gpt2.GPT.forward, []
-def act(self, *args):
+def act(self, *args, **options):
     calls.append(self.training)
-    losses = forward(self, *args)
+    losses = forward(self, *args, **options)
 {textwrap.indent(code, "    ")}
     return losses
 train_gpt2.GPT.forward = act
@@ -160,8 +174,8 @@ def main(*flags) -> int:
     return exit_info.value.code or 0
 
 
-def decide(argv: list[str]) -> tuple[argparse.Namespace, dict]:
-    """Return the flags of a command, and what it loads."""
+def decide(argv: list[str]) -> tuple[argparse.Namespace, train_gpt2.Start]:
+    """Return the flags of a command, and what it begins with."""
     return train_gpt2.read_command_line(argv)
 
 

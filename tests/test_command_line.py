@@ -1,6 +1,5 @@
 """The command line: what a flag does, and one clear line with status 2 for a user's mistake."""
 
-import json
 import os
 import re
 import shutil
@@ -13,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, decide, load, main, make_process, read_log
+from conftest import ROOT, SMALL, decide, load, main, make_process, read_log, write_meta
 
 import train_gpt2
-from train_gpt2 import COMMANDS, FLAGS, GPT, GPTConfig, UserError
+from train_gpt2 import COMMANDS, FLAGS, GPT, SIZES, GPTConfig, UserError
 
 
 def defaults(**given) -> Namespace:
@@ -44,7 +43,6 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
     ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"}, True),  # srun torchrun
     ({"SLURM_STEP_NUM_TASKS": "8"}, False), ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
     ({"PMI_SIZE": "8"}, False),
-    ({"RANK": "0"}, False), ({"WORLD_SIZE": "8"}, False),
 ])  # fmt: skip
 def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
     monkeypatch.setattr(os, "environ", environment)
@@ -76,24 +74,26 @@ def unusual(row: tuple, n: int):
     kind, default, _ = row
     if kind is bool:
         return bool(default) != (n == 1)
-    if isinstance(kind, tuple):
+    if not callable(kind):
         return [choice for choice in kind if choice != default][-n]
     return (default or 0) + 7 * n if kind in (int, float) else f"unusual {n}"
+
+
+MODEL = {"model", "n_layer", "n_head", "n_embd"}
 
 
 @pytest.mark.parametrize("words, kept, fixed", [
     ("--resume --quickstart", {*FLAGS}, {"optimizer", "seq_len", "total_batch_size"}),
     ("--init_from=old --max_steps=0 --val_every=5", {*FLAGS}, set()),
     ("--sample --init_from=old", FLAGS.keys() - {"max_steps"}, set()),
-    ("--init_from=old --max_steps=9", {"model", "seq_len"}, set()),
+    ("--init_from=old --max_steps=9", MODEL | {"seq_len"}, set()),
 ])  # fmt: skip
 def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
-    """Those of the command line count more. A size is known by its shape."""
-    monkeypatch.setattr(train_gpt2, "SIZES", {"unusual 1": (2, 2, 32, 0.123), "d12": (1, 1, 1, 1)})
+    """Those of the command line count more. No model is another one than the loaded one."""
     saved = {flag: unusual(row, 1) for flag, row in FLAGS.items()}
-    config = vars(GPTConfig(2, 2, 32, saved["seq_len"]))
-    source = {"args": saved | {"gone": 1}, "step": 3, "dtype": "float32"}
-    source |= {"config": config, "model": {}, "optimizer": {}}
+    config = GPTConfig(*(saved[flag] for flag in ("n_layer", "n_head", "n_embd", "seq_len")))
+    resumed = {"step": 3, "dtype": "float32"}
+    source = train_gpt2.Start(config, {}, saved | {"gone": 1}, resumed)
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
     is_resumed = "--resume" in words
     monkeypatch.setattr(train_gpt2, "list_checkpoints", lambda log_dir: [__file__] * is_resumed)
@@ -103,43 +103,44 @@ def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
     if kept >= {"max_lr"}:
         assert args["max_lr"] == saved["max_lr"]
     else:  # fine-tuning has a tenth of the size's rate
-        assert args["max_lr"] == pytest.approx(0.0123)
+        assert args["max_lr"] == pytest.approx(SIZES[saved["model"]]["max_lr"] / 10)
     for flag in FLAGS.keys() - {*re.findall(r"--(\w+)", words)}:
         assert (args[flag] == saved[flag]) == (flag in kept), flag
         other = unusual(FLAGS[flag], 2)
         word = {True: f"--{flag}", False: f"--no-{flag}"}.get(other, f"--{flag}={other}")
-        if flag in fixed:
-            with pytest.raises(UserError, match=f"with {flag} {saved[flag]}, not {other}"):
+        if flag in fixed | MODEL:
+            with pytest.raises(UserError, match=f"--{flag} {other}: .* loaded has {saved[flag]}"):
                 decide([*argv, word])
         elif flag in kept:
             assert vars(decide([*argv, word])[0])[flag] == other, flag
             is_printed = f"\n{flag} {saved[flag]} -> {other}" in capsys.readouterr().out
             assert is_printed == is_resumed, flag
-    with pytest.raises(UserError, match="that is loaded has --model unusual 1, not d12"):
-        train_gpt2.make_config(*decide([*argv, "--model=d12"]))
 
 
-@pytest.mark.parametrize("device, capability, dtype, precision, hella", [
-    ("cuda:1", (8, 0), "bfloat16", "high", True), ("cuda:1", (7, 5), "float16", "high", True),
-    ("cuda:1", (6, 1), "float32", "highest", True), ("cpu", None, "float32", "highest", False),
+@pytest.mark.parametrize("device, capability, dtype, precision", [
+    ("cuda:1", (8, 0), "bfloat16", "high"), ("cuda:1", (7, 5), "float16", "high"),
+    ("cuda:1", (6, 1), "float32", "highest"), ("cpu", None, "float32", "highest"),
 ])  # fmt: skip
-def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision, hella):
+def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, precision):
     """A GPU is that of LOCAL_RANK. float32 is not rounded to TF32. A CPU scores no HellaSwag."""
-    best = torch.device("cuda") if capability else None
+    is_gpu = capability is not None
+    best = torch.device("cuda") if is_gpu else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: best)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: best is not None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    names = {"set_device": None, "get_device_name": "GPU", "get_device_capability": capability}
-    for name, value in names.items():
-        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(train_gpt2, "triton", "installed")
     monkeypatch.setenv("RANK", "9")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    if capability:
+    if is_gpu:
         monkeypatch.setenv("LOCAL_RANK", "2")
         with pytest.raises(UserError, match="process 2 of this machine: found 2 GPUs"):
-            train_gpt2.setup_process(defaults(device="auto"))
+            train_gpt2.start_process(defaults(device="auto"))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    process = train_gpt2.setup_process(defaults(device="auto"))
+    for compile, expected in (("off", False), ("on", True), ("auto", dtype != "float32")):
+        process = train_gpt2.start_process(defaults(device="auto", compile=compile))
+        assert process.compile == expected
     assert (process.rank, process.device, process.dtype) == (9, torch.device(device), dtype)
     fake = Namespace(fetch=lambda: "path", load=lambda *_: "examples")
     monkeypatch.setitem(sys.modules, "hellaswag", fake)
@@ -149,10 +150,9 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
         found = train_gpt2.load_hellaswag(GPTConfig(), defaults(**given), process)
         return found == "examples"
 
-    assert scores(hellaswag_every=5) and not scores(hellaswag_every=0)
-    assert scores() == hella and not scores(val_every=0), "as often as validated"
+    assert scores(hellaswag="on") and not scores(hellaswag="off") and scores() == is_gpu
     monkeypatch.setattr(train_gpt2, "__file__", "nowhere/train_gpt2.py")  # alone
-    assert not scores()
+    assert not scores() and scores(hellaswag="on")
     assert torch.get_float32_matmul_precision() == precision
 
 
@@ -164,6 +164,9 @@ def test_defaults_follow_the_model_and_the_optimizer():
     args = defaults(model="d24", optimizer="muon")
     assert args.max_lr == pytest.approx(3e-3)
     assert (args.schedule, args.final_lr_frac, args.zero_init) == ("linear", 0.0, True)
+    # A size is a preset: its fields are flags, and its rate is that of the nearest name
+    args = defaults(model="d24", n_layer=3, n_head=4)
+    assert (args.n_layer, args.n_head, args.n_embd, args.max_lr) == (3, 4, 1024, 3e-4)
     # The preset comes before what follows from other flags
     args = defaults(quickstart=True, seq_len=32)
     found = (args.seq_len, args.val_every, args.schedule, args.device)
@@ -176,21 +179,16 @@ def test_defaults_follow_the_model_and_the_optimizer():
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     args = defaults(max_steps=max_steps)
     assert args.total_batch_size == 2**exponent and args.val_tokens == 20 * 2**19
-    assert args.val_every == args.sample_every == 250 * 2 ** (19 - exponent)
-    assert args.hellaswag_every is None
-    args = defaults(max_steps=max_steps, total_batch_size=2**18)
-    assert args.val_every == args.sample_every == 500
+    assert args.val_every == 250 * 2 ** (19 - exponent)
+    assert defaults(max_steps=max_steps, total_batch_size=2**18).val_every == 500
     tokens = defaults(max_steps=max_steps, seq_len=768).total_batch_size
     assert tokens % 768 == 0 and 0 <= 2**exponent - tokens < 768, "whole sequences"
     assert defaults(max_steps=max_steps, seq_len=2**20).total_batch_size == 2**20, "at least one"
 
 
 def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
-    """8192 tokens fit on a CPU. On a GPU, it follows from the memory that a token takes."""
-
-    with torch.device("meta"):  # shapes without numbers
-        model = GPT(GPTConfig(), seed=None)
-    weight_bytes = 4 * sum(p.numel() for p in model.parameters())
+    """8192 tokens fit on a CPU. On a GPU, as many as a test shows."""
+    model = GPT(SMALL)
 
     def choose(run, **given):
         return train_gpt2.choose_batch_size(model, defaults(**given), run)
@@ -201,42 +199,60 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
     ):  # fmt: skip
         assert choose(make_process(0, world), seq_len=T, total_batch_size=T * sequences) == B
     assert choose(make_process(0, 5), total_batch_size=3 * 1024) == 1, "two processes have none"
-    memory = {}
-    monkeypatch.setattr(train_gpt2, "triton", "installed")
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # slow
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory["free"], 2**40))
-    for gib, flags, dtype, world, fitting in [
-        (80, {}, "bfloat16", 1, 128), (24, {}, "bfloat16", 1, 43), (24, {}, "tf32", 1, 13),
-        (24, {}, "float16", 1, 17),
-        (24, {"recompute": True}, "bfloat16", 1, 128), (24, {}, "bfloat16", 8, 45),
-    ]:  # fmt: skip
-        memory["free"] = gib * 2**30 - weight_bytes  # which are there already
-        gpu = make_process(0, world, device=torch.device("cuda", 0), dtype=dtype)
-        for share, B in ((fitting, fitting), (fitting + 1, fitting // 2 + 1)):
-            assert choose(gpu, total_batch_size=1024 * share * world, **flags) == B, (gib, flags)
-    monkeypatch.setattr(train_gpt2, "triton", None)  # as with float16, there is no kernel
+    monkeypatch.setattr(train_gpt2, "count_fitting_sequences", lambda *_: 17)
     gpu = make_process(device=torch.device("cuda", 0), dtype="bfloat16")
     assert [choose(gpu, total_batch_size=1024 * share) for share in (17, 18)] == [17, 9]
     assert choose(gpu, batch_size=4) == 4, "the user knows better"
-    memory["free"] = 2 * 2**30
     args = Namespace(**vars(defaults()) | {"max_steps": 0})
     assert train_gpt2.choose_batch_size(model, args, gpu) == 8, "an evaluation has no optimizer"
-    for flags in ({}, {"recompute": True, "seq_len": 2**20}):
+
+
+@pytest.mark.parametrize("gib, world, most, expected", [
+    (24, 1, 9, 20), (24, 8, 9, 21), (81, 1, 9, 74), (900, 1, 9, 128), (4, 1, 1, 1), (2, 1, 9, None),
+    (2, 1, 0, None),
+])  # fmt: skip
+def test_what_fits_into_a_gpu_is_measured(gib, world, most, expected, monkeypatch):
+    """With one sequence and with two, which take 1 GiB each here, beside 0.5 GiB of weights and
+    0.5 GiB of gradients, which are not there at first. The moments take another GiB. Without them,
+    no more sequences than `most` fit."""
+    seen = []
+
+    class Model(torch.nn.Linear):
+        def forward(self, x, y):
+            if len(x) > most:
+                raise torch.OutOfMemoryError
+            seen.append(len(x))
+            return super().forward(x[:, :1].float())
+
+    def peak() -> int:
+        return 2**29 * (2 + 2 * seen[-1] - (len(seen) == 1))
+
+    model = Model(1, 1)
+    model.others = torch.nn.Parameter(torch.empty(2**27, device="meta"))
+    fakes = {"reset_peak_memory_stats": None, "empty_cache": None, "memory_reserved": 2**30}
+    fakes["mem_get_info"] = (gib * 2**30 - 2**30, 80 * 2**30)
+    for name, value in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", peak)
+    found = lambda: train_gpt2.count_fitting_sequences(model, 1024, make_process(0, world))  # noqa: E731
+    if expected:
+        assert found() == expected and model.weight.grad is None
+    else:
         with pytest.raises(UserError, match=r"no sequence fits .*: use --recompute"):
-            choose(gpu, total_batch_size=2**20, **flags)
+            found()
 
 
-OWN = {"tokenizer": "bpe-259-abcdef 7468 746865", "vocab_size": 259, "eot": 258}  # th, the
+OWN = ("bpe-259-abcdef 7468 746865", 259)  # th, the
 
 
-@pytest.mark.parametrize("meta", [{"tokenizer": "bytes", "vocab_size": 257, "eot": 256}, OWN])
-def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, refused, meta):
+@pytest.mark.parametrize("tokens", [("bytes", 257), OWN])
+def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, refused, tokens):
     """No other script is needed: what is a token lies in the checkpoint, and in the folder."""
-    (shards / "meta.json").write_text(json.dumps(meta))
+    write_meta(shards, *tokens)
     for name in ("fineweb", "hellaswag"):
         monkeypatch.setitem(sys.modules, name, None)  # cannot be imported
     shards.rename("data")
-    assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --sample_every 5") == 0
+    assert main("--data_dir data --log_dir a --max_steps 10 --save_every 8 --num_samples 4") == 0
     assert "sample 3: Hello, I'm" in capsys.readouterr().out
     loss = read_log("a")["val"][10]
     capsys.readouterr()
@@ -267,7 +283,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, ref
     assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
     assert sorted(os.listdir("a")) == ["log.txt", "model_00008.pt", "model_00010.pt"]
     assert main("--init_from a --log_dir a --export_hf a") == 0
-    assert train_gpt2.load_pretrained("a")["step"] == 10, "the run, which may go on, not its export"
+    assert train_gpt2.load_pretrained("a").flags["max_steps"] == 10, "the run, not its export"
 
 
 def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkeypatch):
@@ -278,25 +294,33 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS, "width", (int, 4, "of the MLP"))
-    monkeypatch.setitem(train_gpt2.DEFAULTS, "width", 4)
-    assert refused("that is loaded has --width 4, not 6", "--max_steps 2 --resume --width 6")
+    assert refused("--width 6: what is loaded has 4", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0
     assert main("--log_dir new --max_steps 1 --width 6") == 0
     assert load("new", 1)["config"]["width"] == 6
-    assert refused("has --width 6, not 4", "--init_from new --max_steps 0 --width 4")
+    assert refused("--width 4: what is loaded has 6", "--init_from new --max_steps 0 --width 4")
     assert main("--init_from new --max_steps 1 --log_dir tuned") == 0
     assert load("tuned", 1)["args"]["width"] == 6, "fine-tuning takes the source's config"
-    for field in ("n_layer", "block_size"):  # which SIZES and --seq_len decide otherwise
-        monkeypatch.setitem(FLAGS, field, (int, None, "a field that follows"))
-        monkeypatch.setitem(train_gpt2.DEFAULTS, field, None)
-    flags = "--model test --n_layer 3 --block_size 32 --log_dir deep --max_steps"
+
+
+def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused):
+    """--model names a preset of them. A loaded model keeps its own."""
+    flags = "--n_layer 3 --n_embd 48 --log_dir deep --max_steps"
     assert main(flags, 1) == main(flags, 2, "--resume") == 0
-    config = load("deep", 2)["config"]
-    assert (config["n_layer"], config["n_embd"], config["block_size"]) == (3, 32, 32)
-    assert refused("is loaded has --n_layer 3, not 2", flags, 3, "--resume --n_layer 2")
-    assert main("--log_dir plain --max_steps 1") == 0
-    assert load("plain", 1)["config"]["n_layer"] == 2
-    assert main("--log_dir plain --max_steps 2 --resume --n_layer 2") == 0
+    assert main("--log_dir deep --resume --max_steps 3") == 0
+    config = load("deep", 3)["config"]
+    assert (config["n_layer"], config["n_head"], config["n_embd"]) == (3, 2, 48)
+    resumed = "--log_dir deep --max_steps 4 --resume"
+    assert refused("--n_layer 2: what is loaded has 3", f"{resumed} --n_layer 2")
+    assert main("--log_dir tuned --init_from deep --max_steps 1") == 0
+    assert load("tuned", 1)["args"]["n_embd"] == 48 and load("tuned", 1)["args"]["max_lr"] == 1e-3
+    assert main("--init_from deep --export_hf folder") == 0
+    with pytest.raises(UserError, match="--model d24: what is loaded has test"):
+        decide(["--init_from", "folder", "--sample", "--model", "d24"])
+    assert main("--init_from folder --log_dir again --max_steps 1 --model test") == 0
+    assert load("again", 1)["args"]["n_layer"] == 3
+    for size in ("--n_head 5", "--n_head 0", "--n_layer 0"):
+        assert refused("n_embd a multiple of n_head", f"--log_dir new --max_steps 1 {size}")
 
 
 @pytest.mark.parametrize("name", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from conftest import contents, hook, main, read_log, run, state, steps
+from conftest import contents, hook, main, read_log, run, state, steps, words
 
 import train_gpt2
 
@@ -51,7 +51,7 @@ def test_a_new_run_fails_before_it_writes(shards):
 
 
 def test_a_sample_of_the_quickstart_needs_no_data(shards, capsys):
-    assert main("--log_dir log/quickstart --max_steps 1") == 0
+    assert main("--log_dir log/quickstart --max_steps 1 --num_samples 1") == 0
     with pytest.raises(SystemExit, match=r"^0$"):
         train_gpt2.main(["--quickstart", "--sample"])
     assert "sample 0: Hello" in capsys.readouterr().out
@@ -66,7 +66,7 @@ NO_MEMORY = "if rank == 1 and self.training: raise torch.OutOfMemoryError('CUDA 
 
 
 @pytest.mark.parametrize("patch, processes, error", [
-    (FULL_DISK, 1, "[Errno 27] File too large"),
+    (FULL_DISK, 1, "model_00004.pt cannot be written: [Errno 27] File too large"),
     (hook(NO_MEMORY), 2, "CUDA out of memory"),
 ])  # fmt: skip
 def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
@@ -75,6 +75,23 @@ def test_a_full_disk_or_memory_ends_the_run(old, patch, processes, error):
     assert status == processes % 2 + 1 and error in err and ("Traceback" in err) == (status == 1)
     assert contents("log") == old | {"log.txt": contents("log")["log.txt"]}
     assert main(flags) == 0 and steps() == [2, 4]
+
+
+@pytest.mark.parametrize("name", ["torch.save", "train_gpt2.GPT.load_state_dict"])
+def test_a_bug_is_no_users_mistake(old, monkeypatch, name):
+    """What is no error of a file or of its contents is a traceback."""
+    monkeypatch.setattr(name, Mock(side_effect=RuntimeError("CUDA error")))
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        train_gpt2.main(words("--resume --max_steps 4 --save_every 1"))
+    assert contents("log").keys() == old.keys()
+
+
+def test_a_copy_of_the_script_has_its_own_name(monkeypatch, capsys):
+    monkeypatch.setattr(train_gpt2, "__file__", "somewhere/mine.py")
+    for flags in ("--typo", "--seq_len 0", "--log_dir /nowhere/else --sample"):
+        with pytest.raises(SystemExit, match="2"):
+            train_gpt2.main(flags.split())
+        assert capsys.readouterr().err.startswith("mine.py: ")
 
 
 # A log_dir that another program deletes in update 3, or that becomes a file, and a disk of 150 bytes,
@@ -95,8 +112,8 @@ def test_an_output_that_cannot_be_written_is_named(shards, patch, every, message
 
 
 @pytest.mark.parametrize("names, flags, text", [
-    ("hellaswag.fetch", "--hellaswag_every 4", "save it as " + "/folder" * 40),  # is not cut
-    ("tiktoken.Encoding tiktoken.get_encoding", "--sample_every 4", "no network"),
+    ("hellaswag.fetch", "--hellaswag on", "save it as " + "/folder" * 40),  # is not cut
+    ("tiktoken.Encoding tiktoken.get_encoding", "--val_every 4", "no network"),
     ("transformers.AutoConfig.from_pretrained", "--init_from gpt2", "no network"),
 ])  # fmt: skip
 def test_what_cannot_be_downloaded_ends_the_run(shards, monkeypatch, refused, names, flags, text):
@@ -109,7 +126,7 @@ def test_what_cannot_be_downloaded_ends_the_run(shards, monkeypatch, refused, na
 
 @pytest.mark.parametrize("package, flags", [
     ("transformers", "--init_from gpt2"), ("fineweb", "--quickstart --data_dir pydocs"),
-    ("hellaswag", "--hellaswag_every 4"),
+    ("hellaswag", "--hellaswag on"),
 ])  # fmt: skip
 def test_a_package_or_script_that_is_missing_is_named(shards, monkeypatch, refused, package, flags):
     monkeypatch.setitem(sys.modules, package, None)  # so that it cannot be imported
@@ -121,7 +138,7 @@ def test_a_package_or_script_that_is_missing_is_named(shards, monkeypatch, refus
     ("--resume --max_steps 5 --save_every 1 --keep 3", [3, 4, 5]),
     ("--resume --max_steps 5 --save_every 2 --keep 0", [1, 2, 4, 5]),
     ("--resume --max_steps 5 --save_every 0", [1, 2]), ("--init_from log --max_steps 0", [1, 2]),
-    ("--max_steps 0 --sample_every 1", [1, 2]), ("--init_from log --sample", [1, 2]),
+    ("--max_steps 0 --num_samples 1", [1, 2]), ("--init_from log --sample --num_samples 1", [1, 2]),
     ("--init_from log --export_hf log/sub", [1, 2]),
     ("--log_dir log/sub --init_from log --max_steps 1", [1, 2]),
 ])  # fmt: skip

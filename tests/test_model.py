@@ -12,13 +12,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, make_process, needs_data
+from conftest import DEFAULTS, ROOT, SMALL, make_process, needs_data, new_model
 from torch import nn
 from torch.nn import functional as F
 
 import fineweb
 import train_gpt2
-from train_gpt2 import GPT, SIZES, GPTConfig, UserError, change_layout, export_hf, generate
+from train_gpt2 import GPT, SIZES, GPTConfig, Start, UserError, change_layout, export_hf, generate
 
 transformers = pytest.importorskip("transformers")
 
@@ -35,11 +35,6 @@ def randomize(model: nn.Module, scale=0.2) -> nn.Module:
     return model.eval()
 
 
-def flags(**changes) -> Namespace:
-    default = {"max_new_tokens": 40, "temperature": 1.0, "top_k": 0, "seq_len": 16, "seed": 3}
-    return Namespace(**(default | changes))
-
-
 def foreign(**changes) -> nn.Module:
     """Return a model of transformers, with the shape of SMALL but for the changes."""
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "vocab_size": 257}
@@ -54,8 +49,8 @@ def random_tokens(*shape, below=257) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", ["tiny", pytest.param("d12", marks=pytest.mark.slow)])
 def test_logits_loss_and_gradients_equal_those_of_transformers(size):
-    _, n_head, n_embd, _ = SIZES[size]
-    ours = randomize(GPT(GPTConfig(2, n_head, n_embd, 48, 300, "gpt2")), 0.05)
+    n_head, n_embd = SIZES[size]["n_head"], SIZES[size]["n_embd"]
+    ours = randomize(new_model(GPTConfig(2, n_head, n_embd, 48, 300, "gpt2")), 0.05)
     theirs = foreign(n_head=n_head, n_embd=n_embd, n_positions=48, vocab_size=300)
     theirs.load_state_dict(change_layout(ours.state_dict(), 300))
     tokens = random_tokens(2, 33, below=300)
@@ -74,21 +69,21 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(size):
 
 def test_the_table_of_sizes_is_that_of_the_papers():
     """The papers give these numbers of parameters, GPT-2 124,439,808. Rates are GPT-3's."""
-    parameters = sum(p.numel() for p in GPT(GPTConfig(), seed=None).parameters())
+    parameters = sum(p.numel() for p in GPT(GPTConfig()).parameters())
     assert parameters - (50304 - 50257) * 768 == 124_439_808
     assert GPTConfig(vocab_size=128).padded_vocab_size == 128, "no row too many"
     millions = {"d12": 124.4, "d24": 354.8, "d36": 774, "d48": 1557.6}
     for size, number in millions.items():
-        n_layer, n_head, n_embd, _ = SIZES[size]
+        n_layer, n_head, n_embd, _ = SIZES[size].values()
         count = n_layer * (12 * n_embd**2 + 13 * n_embd) + (50257 + 1024 + 2) * n_embd
         assert count / 1e6 == pytest.approx(number, rel=2e-3) and n_embd % n_head == 0, size
-    heads_and_rates = [values[1::2] for size, values in SIZES.items() if size in millions]
+    heads_and_rates = [(SIZES[size]["n_head"], SIZES[size]["max_lr"]) for size in millions]
     assert heads_and_rates == [(12, 6e-4), (16, 3e-4), (20, 2.5e-4), (25, 2e-4)]
 
 
 def test_initial_weights_have_gpt_2s_deviations():
     """0.02, divided by sqrt(2 n_layer) for what adds to the residual stream; biases 0."""
-    model = GPT(GPTConfig(8, 2, 128, 256, 300))
+    model = new_model(GPTConfig(8, 2, 128, 256, 300))
     stds = {"wte": 0.02, "wpe": 0.02, "c_attn": 0.02, "c_fc": 0.02, "c_proj": 0.02 / 4}
     for name, p in model.named_parameters():
         if p.dim() == 2:
@@ -102,24 +97,26 @@ def test_initial_weights_have_gpt_2s_deviations():
 
 def test_variants_with_one_seed_share_the_weights_that_both_have():
     class Swapped(GPT):
-        def __init__(self, config, **options):
-            super().__init__(config, seed=None, **options)
+        def __init__(self, config):
+            super().__init__(config)
             self.other_head = nn.Linear(32, 384)
             self.gate = nn.Parameter(torch.ones(2))
             self.lm_head.weight = nn.Parameter(torch.empty(384, 32))  # not tied
             self.transformer.wpe = self.transformer._modules.pop("wpe")  # now the last one
             for block in self.transformer.h:
                 block.attn = block._modules.pop("attn")
-            self.init_weights(1337)
 
-    ours = GPT(SMALL).state_dict()
-    variant = Swapped(SMALL).state_dict()
+    ours = new_model().state_dict()
+    swapped = Swapped(SMALL)
+    swapped.init_weights(1337)
+    variant = swapped.state_dict()
     assert list(variant) != list(ours) and variant.keys() > ours.keys()
     assert [n for n in ours if not torch.equal(ours[n], variant[n])] == ["lm_head.weight"]
     assert (variant["gate"] == 1).all() and variant["other_head.weight"].std() < 0.03
-    deeper = GPT(replace(SMALL, n_layer=3)).state_dict()
+    deeper = new_model(replace(SMALL, n_layer=3)).state_dict()
     assert [n for n in ours if not torch.equal(ours[n], deeper[n]) and "c_proj" not in n] == []
-    matrices = [m[n] for m in (ours, GPT(SMALL, seed=7).state_dict()) for n in m if "c_fc.w" in n]
+    other = new_model(seed=7).state_dict()
+    matrices = [m[n] for m in (ours, other) for n in m if "c_fc.w" in n]
     assert len({p[0, 0].item() for p in matrices}) == 4
 
 
@@ -130,12 +127,13 @@ def test_a_new_state_follows_its_flags(monkeypatch):
     drawn = []
     for seed, zero_init, recompute in ((1, False, True), (1, True, False), (2, True, True)):
         given = {"seed": seed, "zero_init": zero_init, "recompute": recompute, "max_lr": 1.0}
-        args = Namespace(**train_gpt2.DEFAULTS | given | {"weight_decay": 0.7})
-        model = train_gpt2.make_model(SMALL, {}, args, make_process())
-        state = train_gpt2.make_state(model, {}, args, make_process())
+        args = Namespace(**DEFAULTS | given | {"weight_decay": 0.7})
+        model = train_gpt2.make_model(SMALL, Start(), args, make_process())
+        state = train_gpt2.make_state(model, Start(), args, make_process())
         drawn.append(state.model.state_dict())
         assert state.model.recompute == recompute
-        assert [g["weight_decay"] for g in state.optimizers[0].param_groups] == [0.7, 0.0]
+        [adamw] = state.optimizer.optimizers
+        assert [g["weight_decay"] for g in adamw.param_groups] == [0.7, 0.0]
     for name, p in drawn[0].items():
         assert torch.equal(p * ("c_proj.weight" not in name), drawn[1][name]), name
     ours, other = (drawn[i]["transformer.ln_f.bias"] for i in (0, 2))
@@ -146,7 +144,8 @@ def test_recompute_changes_no_gradient():
     x, y = random_tokens(3, 16), random_tokens(3, 16).flip(0)
     gradients, calls = [], []
     for recompute in (False, True):
-        model = randomize(GPT(SMALL, recompute)).train()
+        model = randomize(new_model()).train()
+        model.recompute = recompute
         model.transformer.h[0].ln_1.register_forward_hook(lambda *_: calls.append(1))
         model(x, y).mean().backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -154,16 +153,17 @@ def test_recompute_changes_no_gradient():
     torch.testing.assert_close(*gradients, atol=0, rtol=0)
 
 
-def test_mfu_counts_every_matrix_once_and_half_of_attention():
+def test_mfu_counts_every_matrix_once_and_half_of_attention(monkeypatch):
     """6 N + 6 L C T operations a token for d12 are 798M, over 989 TFLOP/s of an H100 each."""
-    model = GPT(GPTConfig(), seed=None)
+    model = GPT(GPTConfig())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
     for name, dtype, peak in (
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12), ("Tesla T4", "float16", 65e12),
         ("NVIDIA H100 80GB HBM3", "tf32", None), ("Tesla T4", "float32", None),  # have other peaks
         ("New GPU", "bfloat16", None), ("NVIDIA T400 4GB", "float16", None),
     ):  # fmt: skip
-        run = make_process(0, 8, device_name=name, dtype=dtype)
+        run = make_process(0, 8, device=torch.device("cuda"), dtype=dtype)
         found = train_gpt2.peak_tokens_per_second(model, 1024, run)
         assert found == (peak and pytest.approx(8 * peak / flops)), name
 
@@ -270,26 +270,25 @@ def test_losses_and_gradients_are_those_of_float64(size, scale, kernel, monkeypa
     assert not dweight[V:].any() and (losses[targets >= 0] >= 0).all()
 
 
-def test_temperature_0_is_the_most_likely_token_of_the_last_seq_len_tokens():
-    model = randomize(GPT(SMALL))
+def test_temperature_0_is_the_most_likely_token_after_the_context():
+    model = randomize(new_model())
     text = prompt = random_tokens(3, 5)
     for _ in range(40):
-        text = torch.cat((text, model(text[:, -8:])[:, -1:].argmax(dim=2)), dim=1)
-    assert torch.equal(text, generate(model, prompt, flags(temperature=0, seq_len=8)))
-    assert not torch.equal(text, generate(model, prompt, flags(temperature=0, seq_len=16)))
+        text = torch.cat((text, model(text[:, -16:])[:, -1:].argmax(dim=2)), dim=1)
+    assert torch.equal(text, generate(model, prompt, 40, temperature=0))
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 @pytest.mark.parametrize("top_k, allowed", [(2, "12"), (3, "012"), (0, "0123"), (9, "0123")])
 def test_temperature_and_top_k_shape_the_distribution(top_k, allowed, temperature):
     logits, allowed = torch.tensor([1.0, 3.0, 2.0, -0.5]), [*map(int, allowed)]
-    model = Mock(side_effect=lambda tokens: logits.expand(*tokens.shape, 4))
-    model.config.vocab_size = 4
+    model = Mock(side_effect=lambda tokens, first: logits.expand(*tokens.shape, 4))
+    model.config.vocab_size, model.config.block_size = 4, 16
     prompt = torch.zeros(20000, 1, dtype=torch.int64)
     before = torch.get_rng_state()
 
     def draw(**given) -> torch.Tensor:
-        return generate(model, prompt, flags(max_new_tokens=1, top_k=top_k, **given))[:, 1]
+        return generate(model, prompt, 1, top_k=top_k, **given)[:, 1]
 
     drawn = draw(temperature=temperature)
     shares = torch.bincount(drawn, minlength=4) / 20000
@@ -328,7 +327,8 @@ OWN = "own d7a9 d6b8 d7a9d6b8 c3b6 206c"  # in hex: the letter shin, a vowel, bo
     ("bytes", 257), (OWN, 262), pytest.param("gpt2", 50257, marks=[needs_data, pytest.mark.slow]),
 ])  # fmt: skip
 def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp_path):
-    model = randomize(GPT(replace(SMALL, block_size=64, tokenizer=name, vocab_size=vocab_size)))
+    config = replace(SMALL, block_size=64, tokenizer=name, vocab_size=vocab_size)
+    model = randomize(new_model(config))
     export_hf(model, str(tmp_path / "folder"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "folder")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
@@ -343,7 +343,7 @@ def test_an_exported_folder_reads_and_writes_the_same_text(name, vocab_size, tmp
     assert tokenizer.decode(tokens[0]) == text and tokenizer.eos_token_id == vocab_size - 1
     assert tokenizer.model_max_length == theirs.config.n_positions == 64
     expected = theirs.generate(tokens, max_new_tokens=20, do_sample=False)
-    found = generate(model, tokens, flags(max_new_tokens=20, temperature=0, seq_len=64))
+    found = generate(model, tokens, 20, temperature=0)
     assert torch.equal(found[:, : expected.size(1)], expected) and expected.size(1) > tokens.size(1)
 
 
@@ -356,12 +356,14 @@ def test_a_folder_with_a_tokenizer_of_another_language_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"vocab_size": 300}, "has 300 tokens, expected 50257 or 257"),
-    ({"activation_function": "relu"}, "is no GPT-2: activation_function is relu"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "is no GPT-2: scale_attn_by_inverse_layer_idx"),
-    ({"scale_attn_weights": False}, "is no GPT-2: scale_attn_weights is False, expected True"),
-    ({"tie_word_embeddings": False}, "is no GPT-2: tie_word_embeddings is False"),
-    ({"layer_norm_epsilon": 1e-2}, "is no GPT-2: layer_norm_epsilon is 0.01, expected 1e-05"),
+    ({"activation_function": "relu"}, "activation_function is relu, expected gelu_new"),
+    ({"activation_function": "gelu"}, "activation_function is gelu, expected gelu_new"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True, expected False"),
+    ({"scale_attn_weights": False}, "scale_attn_weights is False, expected True"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings is False, expected True"),
+    ({"layer_norm_epsilon": 1e-2}, "layer_norm_epsilon is 0.01, expected 1e-05"),
     ({"n_inner": 5}, "is no GPT-2: n_inner is 5"),
+    ({"model_type": "qwen2"}, "is no GPT-2: model_type is qwen2, expected gpt2"),
     ({"n_layer": 3}, "lacks the weights transformer.h.2.attn.c_attn.bias, "),
 ])  # fmt: skip
 def test_a_folder_that_is_no_gpt_2_is_refused(change, message, tmp_path):

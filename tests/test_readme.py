@@ -84,7 +84,7 @@ def test_each_command_is_run_by_a_test_or_known():
 
 def test_each_flag_exists():
     sources = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *ROOT.glob("tests/*/m*.py")])
-    known = {*train_gpt2.DEFAULTS}
+    known = {*train_gpt2.FLAGS, *train_gpt2.COMMANDS}
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
     others += " local_addr shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"
@@ -121,7 +121,7 @@ def test_the_map_and_the_links_to_lines_are_those_of_the_script():
     for words, number in re.findall(r"\[([^]]+)\]\(\.\./train_gpt2\.py#L(\d+)\)", PARTS):
         assert words in lines[int(number) - 1], f"{words} is not in line {number}"
     titles = {i: line[7:].strip(" -") for i, line in enumerate(lines, 1) if line[:6] == "# ----"}
-    [end_of_lecture] = [start for start in titles if titles[start] == "generation"]
+    [end_of_lecture] = [start for start in titles if titles[start] == "generation and evaluation"]
     titles = {start: titles[start] for start in titles if start < end_of_lecture}
     titles[end_of_lecture] = "what a run needs beside it"
     starts = [*titles, len(lines)]
@@ -137,7 +137,7 @@ def test_the_code_on_the_first_screen_is_that_of_the_script():
     (code,) = re.findall(r"(?s)```python\n(.*?)```", README)
     assert code in script
     [lecture] = re.findall(r"from line (\d+) on", README)
-    assert "# ---- generation" in script.splitlines()[int(lecture) - 1]
+    assert "# ---- generation and evaluation" in script.splitlines()[int(lecture) - 1]
 
 
 def call(main, argv: list[str]):

@@ -54,7 +54,7 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
 
     def count(optimizer, *_):
         for kept in optimizer.state.values():
-            kept["count"] = kept.get("count", 0) + 1  # a number, and no tensor
+            kept["count"] = kept.get("count", 0) + 1 / 3  # a number, and no tensor
 
     def counted(self, *args):
         optimizers = configure(self, *args)
@@ -81,7 +81,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
         assert_same_run("a", broken)
     saved = load("a", 12)  # with this empty, the test could not tell
     assert (saved["scaler"] != {}) == ("float16" in recipe)
-    assert saved["optimizer"]["transformer.wpe.weight"]["count"] == 12
+    kept = saved["optimizer"]["transformer.wpe.weight"]["count"]
+    assert isinstance(kept, float) and kept == pytest.approx(4), "a number stays a number"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -211,7 +212,7 @@ def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
     """Of every stream, and each once. At the end of the shorter run, the longer one does what is due."""
     hella = {"fetch": str, "load": lambda *_: "it", "score": lambda *_: Namespace(acc_norm=1, n=4)}
     monkeypatch.setitem(sys.modules, "hellaswag", Namespace(**hella))
-    flags = "--val_every 2 --hellaswag_every 3 --save_every 2 --keep 0 --resume --log_dir"
+    flags = "--val_every 2 --hellaswag on --save_every 2 --keep 0 --resume --log_dir"
     assert main(flags, "a", "--max_steps 5") == 0
     broken = break_off("a", "b", 4)
     assert main(flags, broken, "--max_steps 5") == 0
@@ -225,7 +226,7 @@ def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
     records = [line.split() for line in after]
     found = {name: [int(step) for step, x, _ in records if x == name] for name in STREAMS}
     assert found["train"] == found["dt"] == [*range(8)]
-    assert found["val"] == found["bpb"] == [0, 2, 4, 6, 8] and found["hella"] == [0, 3, 6, 8]
+    assert found["val"] == found["bpb"] == found["hella"] == [0, 2, 4, 6, 8]
 
 
 def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
@@ -237,7 +238,7 @@ def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
 
 @pytest.mark.parametrize("name, processes, training, call", [
     ("SIGTERM", 2, True, 5), ("SIGHUP", 2, True, 5), ("SIGINT", 1, False, 8),  # 5 batches each
-    *(pytest.param(name, 2, True, 5, marks=pytest.mark.slow) for name in ("SIGUSR1", "SIGUSR2", "SIGXCPU")),
+    pytest.param("SIGUSR1", 2, True, 5, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, call):
     """Also with --save_every 0, after a step, and where the last process alone gets it."""
@@ -260,12 +261,12 @@ def test_a_signal_stops_the_run_after_a_save(shards, name, processes, training, 
 
 
 @pytest.mark.parametrize("patch", [
-    signal_in(4, "SIGTERM"), "del signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU",
+    signal_in(4, "SIGTERM"), "del signal.SIGHUP, signal.SIGUSR1",
     "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + signal_in(2, "SIGHUP"),
 ])  # fmt: skip
 def test_a_signal_in_the_last_update_or_under_nohup_changes_nothing(shards, patch):
     """The run is complete, with status 0. So is one on Windows, which has no SIGHUP."""
-    status, out, _ = run("--max_steps 4 --sample_every 4", patch=patch)
+    status, out, _ = run("--max_steps 4 --num_samples 1", patch=patch)
     assert status == 0 and "sample 0: " in out and "done: " in out
     assert steps() == [4] and list(read_log()["val"]) == [0, 4]
 

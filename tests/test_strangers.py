@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, main, write_shards
+from conftest import SMALL, main, new_model, write_shards
 
 import fineweb
-from train_gpt2 import GPT
 
 
 def saved(value) -> bytes:
@@ -34,11 +33,11 @@ def llm_c(*header: int, tokens=999) -> bytes:
     return np.array([*header, *[0] * 253], np.int32).tobytes() + bytes(2 * tokens)
 
 
-MODEL = {"model": GPT(SMALL).state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
+MODEL = {"model": new_model().state_dict(), "config": asdict(SMALL), "args": {"model": "test"}}
 MODEL |= {"step": 1, "optimizer": {}, "scaler": {}, "dtype": "float32", "data": {}, "script": ""}
 WIDE = MODEL | {"config": asdict(SMALL) | {"width": 4}}
 GATED = {"gate": torch.ones(2), "transformer.wpe.weight": torch.ones(16, 64)}
-GATED = MODEL | {"model": GPT(SMALL).state_dict() | GATED}
+GATED = MODEL | {"model": new_model().state_dict() | GATED}
 DIVERGED = {name: torch.full_like(p, torch.nan) for name, p in MODEL["model"].items()}
 DIVERGED = MODEL | {"model": DIVERGED}
 RUN = MODEL | {"args": {"seq_len": 16, "total_batch_size": 256, "optimizer": "adamw"}}
@@ -46,64 +45,63 @@ RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for
 OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
-COPIED = b'{"tokenizer": "bytes", "vocab_size": 257, "shards": {"test_train_000002.npy": {}}}'
+COPIED = b'{"tokenizer": "bytes", "vocab_size": 257, "shards": {"test_train_000002.npy": {}}, "progress": {"done": true}}'
+META_DONE = b'{"tokenizer": "bytes", "vocab_size": 257, "shards": {}, "progress": {"done": true}}'
 HF = b'{"model_type": "gpt2", "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 NO_DEVICE = "mps" if torch.cuda.is_available() else "cuda"
 # Flags, the files beside tiny data (None: one is deleted), and what the one line says
 REFUSED = {
     "abbreviated flag": ("--max_step 3", {}, "unrecognized arguments: --max_step"),
     "a prompt of a pipe": ("--prompt -", {}, "--prompt - is for --sample"),
-    "nothing to evaluate": ("--init_from x.pt --max_steps 0 --val_every 0", {"x.pt": saved(MODEL)}, "nothing to evaluate: use --val_every 1 or"),
     "negative": ("--max_steps -1", {}, "--max_steps -1: expected a finite number >= 0"),
-    "unknown model": ("--model d13", {}, "--model d13: expected one of tiny, d6, d12"),
+    "unknown model": ("--model d13", {}, "argument --model: invalid choice: 'd13' (choose from"),
     "unknown optimizer": ("--optimizer adam", {}, "--optimizer adam: expected adamw or muon"),
     "no such device": (f"--device {NO_DEVICE}", {}, "use --device auto"),
-    "no token": ("--seq_len 0", {}, "--seq_len: expected 1 to 0"),
+    "no token": ("--seq_len 0", {}, "--seq_len 0: expected 1 or more"),
     "part of a sequence": ("--total_batch_size 100", {}, "expected a multiple of --seq_len 16"),
     "no batch": ("--total_batch_size 0", {}, "expected a multiple of --seq_len 16"),
     "sample of nothing": ("--sample", {}, "log has no checkpoint: name a model by --init_from"),
     "evaluation of nothing": ("--max_steps 0", {}, "log has no checkpoint: name a model by --init_from"),
-    "a sample that resumes": ("--sample --resume", {}, "--resume trains: leave it out to evaluate, sample or export"),
-    "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "is not a checkpoint of this script"),
-    "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len: expected 1 to 16"),
-    "a size that is mistyped": ("--init_from x.pt --model typo", {"x.pt": saved(MODEL)}, "has --model test, not typo"),
-    "a field of another script": ("--init_from x.pt", {"x.pt": saved(WIDE)}, "x.pt is of another script: GPTConfig has no width here"),
-    "weights of another script": ("--init_from x.pt", {"x.pt": saved(GATED)}, 'is of another script: Error(s) in loading state_dict for GPT: Unexpected key(s) in state_dict: "gate". '),
+    "weights alone": ("--init_from x.pt", {"x.pt": saved({"state_dict": {}})}, "x.pt cannot be loaded (KeyError('config')): is it damaged, or another"),
+    "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len 17: the model has 16 positions"),
+    "another size": ("--init_from x.pt --model tiny", {"x.pt": saved(MODEL)}, "--model tiny: what is loaded has test"),
+    "another number of layers": ("--sample --init_from x.pt --n_layer 3", {"x.pt": saved(MODEL)}, "--n_layer 3: what is loaded has 2"),
+    "a field of another script": ("--init_from x.pt", {"x.pt": saved(WIDE)}, "unexpected keyword argument 'width'"),
+    "weights of another script": ("--init_from x.pt", {"x.pt": saved(GATED)}, "another model: they differ in gate, transformer.wpe.weight"),
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "--max_steps 1: log is at step 2"),
+    "another optimizer": ("--resume --optimizer muon", {"log/model_00002.pt": saved(RUN)}, "--optimizer muon: what is loaded has adamw"),
     "a run without our flags": ("--resume", {"log/model_00002.pt": saved(RUN | {"args": {"total_batch_size": 256}})}, "--resume: data has other data"),
     "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
     "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
     "log_dir is a file": (f"--log_dir {META}", {}, "data/meta.json'"),
-    "a run": ("", {"log/log.txt": b""}, "log holds a run: it has no checkpoint, delete it, or"),
-    "a run without a checkpoint": ("--resume", {"log/log.txt": b"0 val 5.5"}, "log holds a run: it has no checkpoint, delete it, or"),
+    "a run": ("", {"log/log.txt": b""}, "log holds a run: it has no checkpoint, delete it, or choose another"),
+    "a run without a checkpoint": ("--resume", {"log/log.txt": b"0 val 5.5"}, "log holds a run: it has no checkpoint, "),
     "a run with one": ("", {"log/model_00002.pt": saved(RUN)}, "log holds a run: continue it by --resume, "),
     "int32": ("", {SHARD: saved(np.zeros(999, np.int32))}, "holds 1-D int32, expected 1-D uint16"),
     "a short split": ("", {VAL: saved(np.zeros(16, np.uint16))}, "no val shard has 17 tokens: lower --seq_len"),
     "half of a .npy": ("", {SHARD: saved(np.zeros(999, np.uint16))[:-1]}, "train_000002.npy cannot be loaded"),
     "an empty .npy": ("", {SHARD: b""}, "train_000002.npy cannot be loaded"),
-    "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "Is a directory: "),
-    "32 bits in a .bin": ("", {"data/a_train.bin": llm_c(20240801, 7, 999)}, "a_train.bin holds tokens of 32 bits"),
+    "a folder of that name": ("", {SHARD: None, f"{SHARD}/x": b""}, "train_000002.npy cannot be loaded (IsADirectoryError("),
+    "32 bits in a .bin": ("", {"data/a_train.bin": llm_c(20240801, 7, 999)}, "a_train.bin holds tokens of 32 bits, expected uint16"),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
-    "nanoGPT's characters": ("", {"data/meta.pkl": b""}, "data holds nanoGPT's characters: use fineweb.py"),
-    "large seed": (f"--seed {2**32}", {}, "--seed: NumPy takes numbers below 2**32"),
+    "nanoGPT's characters": ("", {"data/meta.pkl": b"", META: None}, "data holds nanoGPT's characters: use fineweb.py"),
+    "large seed": (f"--seed {2**32}", {}, "--seed 4294967296: expected less than 2**32"),
     "half of a copy": ("", {SHARD: None, META: COPIED}, "data lacks test_train_000002.npy, which meta.json names"),
     "another folder": ("--init_from x.pt --data_dir gone", {"x.pt": saved(MODEL)}, "/gone holds no train shards: use fineweb.py"),
-    "mistyped": ("--init_from data/x.pt", {}, ", and the hub says "),
-    "shards of another form": ("", {META: b'{"tokenizer": "bytes", "vocab_size": 257, "shards": 5}'}, "meta.json is damaged: TypeError"),
+    "mistyped": ("--init_from data/x.pt", {}, "--init_from data/x.pt cannot be loaded (OSError("),
+    "shards of another form": ("", {META: b'{"progress": {"done": true}, "shards": 5}'}, "meta.json cannot be loaded (TypeError("),
     "no val shards": ("", {VAL: None}, "data holds no val shards"),
-    "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, "--init_from hf: expected gpt2 ... "),
+    "half of a download": ("--init_from hf", {"hf/config.json": HF, "hf/model.safetensors": b"\1"}, ": expected gpt2 ... gpt2-xl, a checkpoint, "),
     "an empty .bin": ("", {"data/a_train.bin": b""}, "a_train.bin cannot be loaded"),
     "other tokens to validate": ("", {VAL: saved(np.full(999, 300, np.uint16))}, "val_000000.npy was cut short, or has tokens beyond 256"),
-    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json is damaged: JSONDecodeError('Unterminated string"),
-    "unfinished data": ("", {META: b'{"progress": {"done": false}}'}, "data is not finished: wait for the fineweb.py"),
-    "a meta.json of something else": ("", {META: b"[1]"}, "meta.json is damaged: "),
-    "no progress": ("", {META: b'{"progress": {}}'}, "meta.json is damaged: KeyError('done')"),
-    "tokens of an unknown name": ("", {META: b'{"tokenizer": "foo", "vocab_size": 9}'}, "unknown tokenizer foo: expected gpt2, bytes, or your own"),
-    "a shard of both splits": ("", {"data/train_val_split_train.npy": b""}, "is it for train or val? Rename it"),
-    "back to an earlier checkpoint": ("--resume --init_from log/../log/model_00001.pt", {"log/model_00001.pt": b"", "log/model_00002.pt": b""}, "--resume continues the newest checkpoint: to go back to an earlier"),
-    "an adapter": ("--init_from hf", {"hf/adapter_config.json": b""}, "hf is an adapter: merge it first"),
+    "half of a meta.json": ("", {META: b'{"tokenizer": "by'}, "meta.json cannot be loaded (JSONDecodeError('Unterminated string"),
+    "unfinished data": ("", {META: COPIED.replace(b"true", b"false")}, "data is not finished: wait for the fineweb.py"),
+    "a meta.json of something else": ("", {META: b"[1]"}, "meta.json cannot be loaded (TypeError("),
+    "no progress": ("", {META: b'{"progress": {}}'}, "meta.json cannot be loaded (KeyError('done')): is it damaged?"),
+    "tokens of an unknown name": ("", {META: META_DONE.replace(b"bytes", b"foo")}, "unknown tokenizer foo: expected gpt2, bytes, or your own"),
+    "an adapter": ("--init_from hf", {"hf/adapter_config.json": b""}, "--init_from hf cannot be loaded"),
     "another family": ("--init_from hf", {"hf/config.json": b'{"model_type": "qwen2"}'}, "hf is no GPT-2: model_type is qwen2, expected gpt2"),
     "export onto a file": ("--init_from x.pt --export_hf data/meta.json", {"x.pt": saved(MODEL)}, "data/meta.json'"),
 }  # fmt: skip
@@ -117,13 +115,14 @@ TAKEN = {
     "folders end in a slash": ("--data_dir data/ --log_dir log/", {}, '--sample --init_from "log/" --seed 1'),
     "a blank in a name": ("--log_dir 'my run'", {}, '--sample --init_from "my run" --seed 1'),
     "a folder called scratch": ("", {"scratch/model_00001.pt": b""}, "done: "),
-    "no prompt": ("--sample_every 2 --prompt ''", {}, "sample 3: "),
-    "the largest seed": (f"--seed {2**32 - 1} --sample_every 2", {}, "sample 3: "),
+    "no prompt": ("--num_samples 4 --prompt ''", {}, "sample 3: "),
+    "the largest seed": (f"--seed {2**32 - 1} --num_samples 4", {}, "sample 3: "),
     "one token": ("--seq_len 1", {}, "done: "),
     "a log_dir at home": ("--log_dir=~/runs", {}, "/runs/model_00002.pt"),
     "a link that leads nowhere": ("", {"log": Path("disk/purged")}, "saved log/model_00002.pt"),
-    "a tiny temperature": ("--temperature 1e-300 --sample_every 2", {}, "sample 3: "),
-    "a model that has diverged": ("--sample --init_from x.pt", {"x.pt": saved(DIVERGED)}, "sample 3: "),
+    "a tiny temperature": ("--temperature 1e-300 --num_samples 4", {}, "sample 3: "),
+    "a sample that resumes": ("--sample --resume --init_from x.pt --num_samples 4", {"x.pt": saved(MODEL)}, "sample 3: "),
+    "a model that has diverged": ("--sample --init_from x.pt --num_samples 4", {"x.pt": saved(DIVERGED)}, "sample 3: "),
     "a log_dir in new folders": ("--log_dir a/b/c", {}, "saved a/b/c/model_00002.pt"),
     "a large B": ("--batch_size 999", {}, "B 16\n"),
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Draw the pictures of the pages, each for light and for dark backgrounds.
 
 `python tests/benchmarks/draw.py ideas` takes its data from results/, runs and quickstart from runs/.
-quickstart.log.txt is that of `train_gpt2.py --quickstart --val_every 40 --sample_every 40 --num_samples 6`.
+quickstart.log.txt is that of `train_gpt2.py --quickstart --val_every 40 --num_samples 6`.
 """
 
 import argparse

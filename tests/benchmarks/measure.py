@@ -176,7 +176,7 @@ def measure_speed(args) -> None:
     results = Results(args)
     gpus = list_gpus()
     paths = [TRAIN, *args.beside]
-    always = "--batch_size 64 --val_every 0 --hellaswag_every 0 --sample_every 0 --save_every 0"
+    always = "--batch_size 64 --val_every 0 --save_every 0"
     with tempfile.TemporaryDirectory() as folder:
         write_random_tokens(folder)
         for turn, n, tokens, path in product(range(args.turns), args.gpus, args.tokens, paths):
@@ -264,7 +264,7 @@ def train_variant(args, idle: queue.SimpleQueue, folder, seed: int, name: str, v
     """Train a variant on the next GPU or core that is idle, and return its log."""
     _, script, path = variant
     flags = f"--data_dir {shlex.quote(args.data)} --optimizer muon --max_steps 2000"  # B: what fits
-    flags += f" --hellaswag_every 0 --sample_every 0 --save_every 0 {args.flags}"
+    flags += f" --hellaswag off --num_samples 0 --save_every 0 {args.flags}"
     if name != GPT2.name:
         flags += f" {args.own}"
     gpu = idle.get()
@@ -376,7 +376,7 @@ def measure_quickstart(args) -> None:
 
 # All settings of a run are named, so that this row stays what it is when the quickstart changes
 SHAKESPEARE = "--model tiny --seq_len 64 --total_batch_size 768 --grad_clip 1 --device cpu"
-SHAKESPEARE += " --val_every 1000 --val_tokens 1000000 --hellaswag_every 0 --sample_every 0"
+SHAKESPEARE += " --val_every 1000 --val_tokens 1000000 --num_samples 0"
 MUON = "--optimizer muon --max_lr 1.2e-2 --schedule linear --final_lr_frac 0 --warmup_steps 60"
 MUON += " --weight_decay 0.2 --zero_init"
 ADAMW = "--optimizer adamw --max_lr 4e-3 --schedule wsd --final_lr_frac 0 --warmup_steps 52"
@@ -393,7 +393,7 @@ def write_shards(text: bytes, folder: str) -> None:
     cut = int(0.9 * len(tokens))
     np.save(Path(folder, "text_train_000000.npy"), tokens[:cut])
     np.save(Path(folder, "text_val_000000.npy"), tokens[cut:])
-    meta = {"tokenizer": "bytes", "vocab_size": 257}
+    meta = {"tokenizer": "bytes", "vocab_size": 257, "shards": {}, "progress": {"done": True}}
     Path(folder, "meta.json").write_text(json.dumps(meta))
 
 
