@@ -37,8 +37,6 @@ if DATA.exists():  # GPT-2's tokenizer is there, and need not be downloaded
 # 2 layers, 2 heads, 32 channels, of 16 tokens: what a test of the whole script can afford
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "max_lr": 1e-2}
 SMALL = train_gpt2.GPTConfig(2, 2, 32, 16, 257, "bytes")
-# All flags, where none is typed
-DEFAULTS = {flag: row[1] for flag, row in (train_gpt2.FLAGS | train_gpt2.COMMANDS).items()}
 # The flags of a tiny run. A test adds its own, which come later and count
 FLAGS = ["--model", "test", "--total_batch_size", "256", "--device", "cpu", "--val_tokens", "640"]
 FLAGS += ["--num_samples", "0", "--max_new_tokens", "8", "--seq_len", "16"]
@@ -61,7 +59,7 @@ def tiny_model(monkeypatch):
 def shards(tmp_path, monkeypatch):
     """Return a folder of English-like shards of bytes, 3 train and 1 val: --data_dir's default."""
     monkeypatch.chdir(tmp_path)
-    return write_shards(tmp_path / DEFAULTS["data_dir"])
+    return write_shards(tmp_path / train_gpt2.DEFAULTS["data_dir"])
 
 
 def write_shards(folder: Path, sizes=(700, 1201, 333), val=999) -> Path:
@@ -92,8 +90,9 @@ def new_model(config=SMALL, seed=1337) -> train_gpt2.GPT:
 
 def make_process(rank=0, world_size=1, **changes) -> train_gpt2.Process:
     """Return a Process of one or many processes on the CPU, but for the changes."""
-    cpu = {"device": torch.device("cpu"), "dtype": "float32", "compile": False}
-    return train_gpt2.Process(**(cpu | {"rank": rank, "world_size": world_size} | changes))
+    cpu = {"device": torch.device("cpu"), "device_name": "cpu", "dtype": "float32"}
+    cpu |= {"compile": False, "rank": rank, "world_size": world_size}
+    return train_gpt2.Process(**(cpu | changes))
 
 
 @pytest.fixture

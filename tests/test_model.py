@@ -12,13 +12,23 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import DEFAULTS, ROOT, SMALL, make_process, needs_data, new_model
+from conftest import ROOT, SMALL, make_process, needs_data, new_model
 from torch import nn
 from torch.nn import functional as F
 
 import fineweb
 import train_gpt2
-from train_gpt2 import GPT, SIZES, GPTConfig, Start, UserError, change_layout, export_hf, generate
+from train_gpt2 import (
+    DEFAULTS,
+    GPT,
+    SIZES,
+    GPTConfig,
+    Start,
+    UserError,
+    change_layout,
+    export_hf,
+    generate,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -156,14 +166,13 @@ def test_recompute_changes_no_gradient():
 def test_mfu_counts_every_matrix_once_and_half_of_attention(monkeypatch):
     """6 N + 6 L C T operations a token for d12 are 798M, over 989 TFLOP/s of an H100 each."""
     model = GPT(GPTConfig())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     flops = 6 * (12 * 12 * 768**2 + 50304 * 768) + 6 * 12 * 768 * 1024
     for name, dtype, peak in (
         ("NVIDIA H100 80GB HBM3", "bfloat16", 989e12), ("Tesla T4", "float16", 65e12),
         ("NVIDIA H100 80GB HBM3", "tf32", None), ("Tesla T4", "float32", None),  # have other peaks
         ("New GPU", "bfloat16", None), ("NVIDIA T400 4GB", "float16", None),
     ):  # fmt: skip
-        run = make_process(0, 8, device=torch.device("cuda"), dtype=dtype)
+        run = make_process(0, 8, device_name=name, dtype=dtype)
         found = train_gpt2.peak_tokens_per_second(model, 1024, run)
         assert found == (peak and pytest.approx(8 * peak / flops)), name
 

@@ -66,7 +66,7 @@ REFUSED = {
     "a longer context": ("--init_from x.pt --seq_len 17", {"x.pt": saved(MODEL)}, "--seq_len 17: the model has 16 positions"),
     "another size": ("--init_from x.pt --model tiny", {"x.pt": saved(MODEL)}, "--model tiny: what is loaded has test"),
     "another number of layers": ("--sample --init_from x.pt --n_layer 3", {"x.pt": saved(MODEL)}, "--n_layer 3: what is loaded has 2"),
-    "a field of another script": ("--init_from x.pt", {"x.pt": saved(WIDE)}, "unexpected keyword argument 'width'"),
+    "a field of another script": ("--init_from x.pt", {"x.pt": saved(WIDE)}, "x.pt is of another script: GPTConfig has no width here"),
     "weights of another script": ("--init_from x.pt", {"x.pt": saved(GATED)}, "another model: they differ in gate, transformer.wpe.weight"),
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "--max_steps 1: log is at step 2"),

@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import (
     DATA,
-    DEFAULTS,
     SMALL,
     load,
     main,
@@ -34,7 +33,7 @@ from torch.optim import SGD
 import fineweb
 import hellaswag
 import train_gpt2
-from train_gpt2 import GPT, Muon, get_lr
+from train_gpt2 import DEFAULTS, GPT, Muon, get_lr
 
 # of a run of ten steps: seed 1337, data of write_shards, 2 layers, 2 heads, 32 channels, T=16
 GOLDEN = [5.555872, 5.223955, 4.872314, 4.361290, 3.934858]

@@ -103,7 +103,8 @@ atexit.register(lambda: print("peak", torch.cuda.max_memory_allocated(), flush=T
 
 def run_script(script: str, flags: str, folder, gpus="", path=ROOT) -> dict:
     """Run this version of train_gpt2.py, which imports from `path`. Return its log as {stream:
-    [values]}, with B, the number of parameters, the peak memory in GiB and the log's folder."""
+    [values]}, with B, the number of parameters, the peak memory in GiB, the seconds that it takes
+    to start, make its first step and end, and the log's folder."""
     copy = Path(tempfile.mkdtemp(dir=folder), "train_gpt2.py")
     copy.write_text(script.replace(MAIN, PEAK + MAIN) if gpus else script)
     command = [sys.executable]
@@ -115,10 +116,13 @@ def run_script(script: str, flags: str, folder, gpus="", path=ROOT) -> dict:
     env = os.environ | {"PYTHONPATH": f"{path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = gpus
+    begin = time.perf_counter()
     done = subprocess.run(command, env=env, capture_output=True, text=True)
+    seconds = time.perf_counter() - begin
     assert done.returncode == 0, done.stderr
     streams = read_log(log_dir / "log.txt")
     log = {stream: list(values.values()) for stream, values in streams.items()}
+    log["s without steps"] = round(seconds - sum(log["dt"][1:]) / 1000, 1)  # but with the first one
     log["B"] = int(re.findall(r"B (\d+)", done.stdout)[-1])
     parameters = re.findall(r", ([\d,]+) parameters", done.stdout)[-1]
     log["parameters"] = int(parameters.replace(",", ""))
@@ -176,7 +180,7 @@ def measure_speed(args) -> None:
     results = Results(args)
     gpus = list_gpus()
     paths = [TRAIN, *args.beside]
-    always = "--batch_size 64 --val_every 0 --save_every 0"
+    always = "--val_every 0 --save_every 0"
     with tempfile.TemporaryDirectory() as folder:
         write_random_tokens(folder)
         for turn, n, tokens, path in product(range(args.turns), args.gpus, args.tokens, paths):
@@ -186,7 +190,7 @@ def measure_speed(args) -> None:
             log = run_script(path.read_text(), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
             case = {"GPUs": n, "B": log["B"], "tokens": tokens, "script": path.name}
             case |= {"flags": args.flags, "turn": turn}
-            values = {unit: log[unit] for unit in ("ms", "GiB") if unit in log}
+            values = {unit: log[unit] for unit in ("ms", "GiB", "s without steps") if unit in log}
             other = {} if path == TRAIN else {"commit": path.stem}
             results.add(case, values, **other)
 
