@@ -44,7 +44,7 @@ from tqdm import tqdm
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
-BATCH_TOKENS = {"cuda": 2**13, "mps": 2**12, "cpu": 2**10}  # in a forward pass
+BATCH_TOKENS = {"cuda": 2**12, "mps": 2**12, "cpu": 2**10}  # in a forward pass
 
 
 class UserError(OSError):
