@@ -38,11 +38,16 @@ def test_help_begins_with_examples_and_lists_every_flag_with_its_default(capsys,
     assert main("--help") == 0 and "drop 5% of 100%" in capsys.readouterr().out
 
 
+HOST = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+
+
 @pytest.mark.parametrize("environment, is_taken", [
     ({}, True), ({"SLURM_STEP_NUM_TASKS": "1"}, True), ({"RANK": "0", "WORLD_SIZE": "1"}, True),
-    ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"}, True),  # srun torchrun
+    ({"WORLD_SIZE": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"} | HOST, True),
+    ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"} | HOST, True),  # srun torchrun
     ({"SLURM_STEP_NUM_TASKS": "8"}, False), ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
-    ({"PMI_SIZE": "8"}, False),
+    ({"PMI_SIZE": "8"}, False), ({"WORLD_SIZE": "2"}, False), ({"WORLD_SIZE": "two"}, False),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, False), ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, False),
 ])  # fmt: skip
 def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
     monkeypatch.setattr(os, "environ", environment)

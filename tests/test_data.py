@@ -121,7 +121,7 @@ def test_the_split_is_a_word_of_the_name(tmp_path):
     words = "retrieval_train_000 fineweb_val_000001 val-001-of-128_000000 TRAIN.x ._train"
     for name in words.split():
         np.save(tmp_path / f"{name}.npy", np.arange(20, dtype=np.uint16))
-    train, val = (set(make_loaders(tmp_path, 8, split=s)[0].lengths) for s in ("train", "val"))
+    train, val = (set(make_loaders(tmp_path, 8, split=s)[0].contents) for s in ("train", "val"))
     assert train == {"retrieval_train_000.npy", "TRAIN.x.npy"}
     assert val == {"fineweb_val_000001.npy", "val-001-of-128_000000.npy"}
 

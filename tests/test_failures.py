@@ -1,6 +1,7 @@
 """Promise 5, and what other failures do: they end the program, and damage nothing on the disk."""
 
 import math
+import os
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -164,8 +165,23 @@ def test_a_second_run_in_one_folder_ends_before_it_overwrites(shards, break_loss
         return losses
 
     break_losses(start_another)
-    assert refused("another run writes into log", "--max_steps 4")
+    message = f"{another} is not of this run: move it away, then rename log/model_00004_new.pt"
+    assert refused(message, "--max_steps 4")
     assert another.read_text() == "another run's"
+    os.replace("log/model_00004_new.pt", another)  # as the message says: nothing is lost
+    assert main("--max_steps 5 --resume") == 0 and steps() == [4, 5]
+
+
+def test_keep_counts_from_the_checkpoint_just_saved(shards, break_losses):
+    """Later ones, which somebody copies into the folder during the run, are not the run's own."""
+
+    def copy(n, losses):
+        if n == 1:
+            Path("log/model_00130.pt").write_text("a backup")
+        return losses
+
+    break_losses(copy)
+    assert main("--max_steps 4 --save_every 1 --keep 1") == 0 and steps() == [4, 130]
 
 
 def test_an_old_checkpoint_that_another_program_reads_is_deleted_later(shards, monkeypatch):

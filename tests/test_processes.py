@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import conftest
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SMALL, contents, hook, host, leaves, load, main, read_log, run, words
@@ -182,7 +183,8 @@ def test_one_process_makes_or_downloads_what_all_need(shards):
     "flags += ['--dtype', 'bfloat16']", "flags += ['--data_dir', 'other']",
 ])  # fmt: skip
 def test_processes_that_differ_stop(shards, difference):
-    conftest.write_shards(Path("other"), val=998)
+    path = conftest.write_shards(Path("other")) / "test_val_000000.npy"
+    np.save(path, np.load(path)[:-1])
     assert main("--max_steps 2") == 0
     before = contents("log")
     patch = f"if rank == 1: {difference}"

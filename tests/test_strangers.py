@@ -1,8 +1,10 @@
 """What people bring: small inputs, and what should happen to each. A report of a bug is one line more."""
 
+import hashlib
 import io
 import os
 import shlex
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -41,8 +43,20 @@ GATED = MODEL | {"model": new_model().state_dict() | GATED}
 DIVERGED = {name: torch.full_like(p, torch.nan) for name, p in MODEL["model"].items()}
 DIVERGED = MODEL | {"model": DIVERGED}
 RUN = MODEL | {"args": {"seq_len": 16, "total_batch_size": 256, "optimizer": "adamw"}}
-RUN |= {"step": 2, "dtype": "float32", "data": {f"test_train_{n:06d}.npy": n for n in (1, 2, 3)}}
-OTHER = {"test_train_000001.npy": 700, "test_train_000002.npy": 1201, "test_train_000004.npy": 333}
+DATA = write_shards(Path(tempfile.mkdtemp(), "data"))  # as below
+SUMS = {
+    path.name: hashlib.sha256(2 * path.read_bytes()).hexdigest() for path in DATA.glob("*train*")
+}
+LENGTHS = {
+    "test_train_000001.npy": 700,
+    "test_train_000002.npy": 1201,
+    "test_train_000003.npy": 333,
+}
+TRUE = {name: [n, SUMS[name]] for name, n in LENGTHS.items()}
+RUN |= {"step": 2, "dtype": "float32", "data": TRUE}
+LONGER = TRUE | {"test_train_000001.npy": [701, SUMS["test_train_000001.npy"]]}
+RENAMED = {name.replace("3.npy", "4.npy"): known for name, known in TRUE.items()}
+REMADE = TRUE | {"test_train_000001.npy": [700, SUMS["test_train_000002.npy"]]}
 FORK = RUN | {"args": RUN["args"] | {"smoothing": 0.1}}
 SHARD, VAL, META = "data/test_train_000002.npy", "data/test_val_000000.npy", "data/meta.json"
 COPIED = b'{"tokenizer": "bytes", "vocab_size": 257, "shards": {"test_train_000002.npy": {}}, "progress": {"done": true}}'
@@ -71,11 +85,22 @@ REFUSED = {
     "a model of other tokens": ("--init_from x.pt", {"x.pt": saved(MODEL), META: None}, "has tokens of gpt2, the model reads bytes"),
     "fewer steps": ("--resume --max_steps 1", {"log/model_00002.pt": saved(RUN)}, "--max_steps 1: log is at step 2"),
     "another optimizer": ("--resume --optimizer muon", {"log/model_00002.pt": saved(RUN)}, "--optimizer muon: what is loaded has adamw"),
-    "a run without our flags": ("--resume", {"log/model_00002.pt": saved(RUN | {"args": {"total_batch_size": 256}})}, "--resume: data has other data"),
-    "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN)}, "--resume: data has other data"),
-    "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": OTHER})}, "--resume: data has other data"),
+    "a run without our flags": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": LONGER, "args": {"total_batch_size": 256}})}, "--resume: data has other data"),
+    "longer shards": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": LONGER})}, "--resume: data has other data"),
+    "a shard of another name": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": RENAMED})}, "--resume: data has other data"),
+    "shards of other texts": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": REMADE})}, "--resume: data has other data"),
+    "a run without checksums": ("--resume", {"log/model_00002.pt": saved(RUN | {"data": LENGTHS})}, "an earlier version made log: continue this run with"),
     "code in a pickle": ("--init_from x.pt", {"x.pt": saved(MODEL | {"step": Path()})}, "x.pt cannot be loaded"),
-    "log_dir is a file": (f"--log_dir {META}", {}, "data/meta.json'"),
+    "log_dir is a file": (f"--log_dir {META}", {}, "data/meta.json is a file: expected the folder of a run"),
+    "an unset variable": ('--log_dir ""', {}, "--log_dir is empty: is a variable not set?"),
+    "an unset model": ('--init_from ""', {}, "--init_from is empty"),
+    "an unset folder": ('--init_from x.pt --export_hf ""', {"x.pt": saved(MODEL)}, "--export_hf is empty"),
+    "a run to resume": ("--resume log/mine", {}, "--resume takes no value: use --resume --log_dir log/mine"),
+    "a flag that went": ("--sample_every=4", {}, "--sample_every is no longer a flag: use --num_samples"),
+    "compile as it was": ("--no-compile", {}, "--no-compile is no longer a flag: use --compile off"),
+    "a run below": ("--sample", {"log/mine/model_00002.pt": b""}, "log has no checkpoint, but log/mine has: name a model"),
+    "runs below": ("--init_from log", {"log/mine/model_00002.pt": b""}, "--init_from log has no checkpoint, but log/mine has"),
+    "without its ending": ("--init_from old/model_00002", {"old/model_00002.pt": b""}, "did you mean old/model_00002.pt?"),
     "a run": ("", {"log/log.txt": b""}, "log holds a run: it has no checkpoint, delete it, or choose another"),
     "a run without a checkpoint": ("--resume", {"log/log.txt": b"0 val 5.5"}, "log holds a run: it has no checkpoint, "),
     "a run with one": ("", {"log/model_00002.pt": saved(RUN)}, "log holds a run: continue it by --resume, "),
@@ -87,6 +112,7 @@ REFUSED = {
     "32 bits in a .bin": ("", {"data/a_train.bin": llm_c(20240801, 7, 999)}, "a_train.bin holds tokens of 32 bits, expected uint16"),
     "half of a .bin": ("", {"data/a_train.bin": llm_c(20240520, 1, 999, tokens=998)}, "a_train.bin was cut short"),
     "nanoGPT's characters": ("", {"data/meta.pkl": b"", META: None}, "data holds nanoGPT's characters: use fineweb.py"),
+    "more steps than time": (f"--max_steps {10**17}", {}, "expected less than 2**32"),
     "large seed": (f"--seed {2**32}", {}, "--seed 4294967296: expected less than 2**32"),
     "half of a copy": ("", {SHARD: None, META: COPIED}, "data lacks test_train_000002.npy, which meta.json names"),
     "another folder": ("--init_from x.pt --data_dir gone", {"x.pt": saved(MODEL)}, "/gone holds no train shards: use fineweb.py"),
@@ -124,6 +150,8 @@ TAKEN = {
     "a sample that resumes": ("--sample --resume --init_from x.pt --num_samples 4", {"x.pt": saved(MODEL)}, "sample 3: "),
     "a model that has diverged": ("--sample --init_from x.pt --num_samples 4", {"x.pt": saved(DIVERGED)}, "sample 3: "),
     "a log_dir in new folders": ("--log_dir a/b/c", {}, "saved a/b/c/model_00002.pt"),
+    "hyphens": ("--max-steps=1 --no-zero-init --prompt a-b_c --num-samples 1", {}, "sample 0: a-b_c"),
+    "a long warmup": ("--warmup_steps 5", {}, "the rate never reaches its peak: it rises for 5 steps"),
     "a large B": ("--batch_size 999", {}, "B 16\n"),
 }  # fmt: skip
 
