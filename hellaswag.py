@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9.1", "numpy", "tiktoken", "tqdm", "transformers"]
+# dependencies = ["torch>=2.9.1", "numpy", "tiktoken>=0.9", "tqdm", "transformers"]
 # ///
 """
 HellaSwag: which of four endings of a text does a model find most likely?
