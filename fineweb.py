@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["datasets", "numpy", "tiktoken", "tokenizers", "tqdm"]
+# dependencies = ["datasets", "numpy", "tiktoken>=0.9", "tokenizers", "tqdm"]
 # ///
 """Turn documents into shards of tokens for train_gpt2.py: exact, on every core, safe to kill.
 
@@ -9,14 +9,17 @@ python fineweb.py --files notes "src/**/*.py" --out mine   # your folders, files
 python fineweb.py --files texts --tokenizer 16384 --out mine   # a tokenizer made from the texts
 python fineweb.py --dataset pydocs                      # Python's own documentation, offline
 
-A folder stands for all files in it and in folders that it links to, but hidden and binary ones. A
-row with a text in a .jsonl, .json, .csv, .tsv or .parquet file is a document. Any other file is
-one, in UTF-8, unless lines with nothing but <|endoftext|> divide it, as in TinyStories. It may be
-packed (.gz, .xz, .zst). Line ends of .csv and text files become \\n: nothing else is changed.
-A shard is a 1-D array of uint16 tokens. A document is its <|endoftext|> token, then those of its
-text, and may lie in two shards. A killed run continues with the same command, to the same bytes."""
+- A folder stands for all files in it and in folders that it links to, but hidden and binary ones.
+- In a .jsonl, .json, .csv, .tsv or .parquet file, each row with a text is a document.
+- A file with another name that begins with { and a quote is read as .jsonl, too.
+- Any other file is a document in UTF-8. Where a line ends with <|endoftext|>, the next one begins.
+- A file may be packed (.gz, .xz, .zst).
+- Line ends of .csv and text files become \\n, and blanks after a comma of a .csv are dropped.
+  Nothing else in a text is changed.
+- A shard is a 1-D array of uint16 tokens.
+- A document is its <|endoftext|> token, then the tokens of its text. It may lie in two shards.
+- A killed run continues with the same command, to the same bytes."""
 
-import argparse
 import ast
 import csv
 import glob
@@ -28,6 +31,7 @@ import lzma
 import os
 import re
 import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +39,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
+from string import Formatter
 from threading import Thread, local
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -43,7 +49,7 @@ from tqdm import tqdm
 
 FINEWEB = "HuggingFaceFW/fineweb-edu"
 FOLDERS = {(FINEWEB, "sample-10BT"): "edu_fineweb10B", ("pydocs", None): "pydocs"}  # defaults
-META_VERSION = 10  # raised whenever a folder of an older version cannot be continued
+META_VERSION = 11  # raised whenever a folder of an older version cannot be continued
 EOT = "<|endoftext|>"
 BATCH_SIZE = 2**18  # characters that a thread encodes at a time, in ~0.02 s
 SAMPLE_SIZE = 2**25  # bytes of text to train a tokenizer: Chinese takes 3 GB and a minute
@@ -78,67 +84,76 @@ def naming(what: str, kind: type = Exception) -> Iterator:
 def write_file(path: str, content: bytes) -> None:
     """Write a file, which appears under its name only once it is whole."""
     temporary = f"{path}.{os.getpid()}.unfinished"  # two processes may make the same file at once
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # or a power failure could leave the name without the content
-    os.replace(temporary, path)
+    with naming(f"{path} cannot be written", OSError):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # or a power failure could leave the name without content
+            with suppress(FileNotFoundError):  # main of the one that finishes first deletes it
+                os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)  # it is still there after a failure
 
 
 def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
-    """Return a new copy of GPT-2's tokenizer, or of that of the bytes and of the tokens after its
-    name, in hex. Threads that shared a copy would wait for its regular expression."""
+    """Return a tokenizer: gpt2, or the 256 bytes and the tokens that follow its name in hex. It is
+    a new copy, because threads that share one wait for its regular expression."""
     name, *others = tokenizer.split()
     if name == "gpt2":
         with naming("gpt2's tokens cannot be loaded (without a network: .github/CLUSTERS.md)"):
             gpt2 = tiktoken.get_encoding("gpt2")
-        return tiktoken.Encoding(
-            name,
-            pat_str=gpt2._pat_str,
-            mergeable_ranks=gpt2._mergeable_ranks,
-            special_tokens=gpt2._special_tokens,
-        )
-    tokens = [bytes([byte]) for byte in range(256)] + [bytes.fromhex(token) for token in others]
-    return tiktoken.Encoding(
-        name,
-        pat_str=WORD,
-        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-        special_tokens={EOT: len(tokens)},  # the last one
-    )
+        pattern = gpt2._pat_str
+        ranks = gpt2._mergeable_ranks
+        special = gpt2._special_tokens
+    else:
+        tokens = [bytes([byte]) for byte in range(256)] + [*map(bytes.fromhex, others)]
+        pattern = WORD
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        special = {EOT: len(tokens)}  # the last one
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
-# ---- sources: which files there are --------------------------------------------------------------
+# ---- from files to texts -------------------------------------------------------------------------
 
 
-def list_files(args: argparse.Namespace) -> dict[str, list]:
-    """Return the dataset's files in order: {address: [size, what changes with the content]}."""
+def list_files(args: Namespace) -> dict[str, list]:
+    """Return the dataset's files in order: {address: [size, what changes with the content]}. Sizes
+    on the hub are not known, so all files count the same."""
     if args.dataset == "pydocs":
-        return {"pydocs": [1, sys.version.split()[0]]}
+        return {"pydocs": [1, sys.version]}
     if args.dataset:
-        return {address: [1, address] for address in find_on_hub(args.dataset, args.name)}
-    paths = {}
-    named = set()  # by themselves, and not because they are in a folder
-    for name in map(os.path.expanduser, args.files):
-        # A name, even with brackets, or a glob
-        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
-        named.update(map(os.path.abspath, found))
-        inside = sorted(path for top in found for path in walk(top))
-        require(inside, f"--files {name}: found no file (expected files, folders, globs; no URL)")
-        paths |= {os.path.realpath(path): os.path.abspath(path) for path in inside}  # no file twice
-    out = os.path.realpath(args.out) + os.sep  # holds shards, which are no texts
+        return {address: [2**30, address] for address in find_on_hub(args.dataset, args.name)}
     files = {}
-    for path in sorted(path for real, path in paths.items() if not real.startswith(out)):
+    named = set(map(os.path.abspath, args.files))
+    for path in find_paths(args):
         try:
             next(read_file(path, args.text_key), None)
         except UserError as error:
-            require(path not in named, str(error))
-            print(f"{str(error)[:300]}: it is left out")  # as a picture among notes
+            if path in named:
+                raise
+            print(f"{error!s:.300}: it is left out")  # as a picture among notes
             continue
-        with open(path, "rb") as file:
-            digest = hashlib.sha256(file.read(2**16)).hexdigest()
-        files[path] = [os.path.getsize(path), digest]
+        digest = hashlib.sha256()  # hashlib.file_digest is slow for many small files
+        with open(path, "rb", buffering=0) as file:
+            while block := file.read(2**20):
+                digest.update(block)
+            files[path] = [file.tell(), digest.hexdigest()]
     require(files, f"found no file of text outside --out {args.out} (.arrow files need to_parquet)")
     return files
+
+
+def find_paths(args: Namespace) -> list[str]:
+    """Return the files that --files stands for, in order, and none of them twice."""
+    paths = {}
+    for name in args.files:
+        # A name, even with brackets, or a glob
+        found = [name] if os.path.exists(name) else glob.glob(name, recursive=True)
+        inside = sorted(path for top in found for path in walk(top))
+        require(inside, f"--files {name}: found no file (expected files, folders, globs; no URL)")
+        paths |= {os.path.realpath(path): os.path.abspath(path) for path in inside}
+    out = os.path.realpath(args.out) + os.sep  # holds shards, which are no texts
+    return sorted(path for real, path in paths.items() if not real.startswith(out))
 
 
 def walk(top: str) -> list[str]:
@@ -147,7 +162,7 @@ def walk(top: str) -> list[str]:
         return [top]
     paths = []
     seen = set()  # folders, because links may lead back
-    # print tells of folders that may not be read
+    # onerror tells of folders that may not be read
     for folder, subfolders, names in os.walk(top, onerror=print, followlinks=True):
         if os.path.realpath(folder) in seen:
             subfolders.clear()  # os.walk goes no deeper here
@@ -169,8 +184,28 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
     return list(splits["train"])
 
 
-# ---- sources: the rows of a file -----------------------------------------------------------------
-# A reader yields (text, whether it begins a document), and skips rows without a text
+def read_file(address: str, text_key: str) -> Iterator[tuple]:
+    """Yield (text, whether it begins a document, share of the file that was read). A text of more
+    than BATCH_SIZE characters comes in parts."""
+    if address == "pydocs":
+        yield from ((text, True, 1.0) for text in read_pydocs())
+        return
+    name, packing = os.path.splitext(address.lower())
+    ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
+    template = split_key(text_key)
+    with naming(address), open(fetch(address), "rb") as file:
+        is_pointer = file.peek(1).startswith(b"version https://git-lfs")
+        require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")
+        if ending == ".parquet":
+            texts = read_parquet(file, template)
+        else:
+            texts = read_text(file, template, ending, packing)
+        for text, begins, share in texts:
+            if text is None:  # the row has none
+                continue
+            for part in [text] if len(text) <= BATCH_SIZE else cut(text):
+                yield part, begins, share
+                begins = False
 
 
 def fetch(address: str) -> str:
@@ -189,131 +224,150 @@ def fetch_ahead(address: str) -> None:
         fetch(address)
 
 
-def read_file(address: str, text_key: str) -> Iterator[tuple]:
-    """Yield (text, whether it begins a document, share of the file that was read)."""
-    if address == "pydocs":
-        yield from ((text, True, 1.0) for text in read_pydocs())
-        return
-    name, packing = os.path.splitext(address.lower())
-    ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
-    advice = "it is no UTF-8 (iconv -f ENCODING -t UTF-8, see .github/HELP.md)"
-    not_utf8 = naming(advice, UnicodeDecodeError)
-    with naming(address), not_utf8, open(fetch(address), "rb") as file:
-        is_pointer = file.peek(1).startswith(b"version https://git-lfs")
-        require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")
-        size = max(1, os.path.getsize(file.name))
-        if ending == ".parquet":
-            rows = read_parquet(file, text_key)
-        else:
-            rows = read_text(file, text_key, ending, packing)
-        for text, begins in rows:
-            yield text, begins, file.tell() / size
-
-
-def read_text(file: io.BufferedReader, text_key: str, ending: str, packing: str) -> Iterator[tuple]:
-    """Yield the rows of any other file. Its line ends become \\n."""
-    if packing == ".zst":
-        import pyarrow  # unlike zstandard's, its stream notices a truncated file
-
-        file = pyarrow.CompressedInputStream(file, "zstd")
-    content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
-    start = content.peek(1)  # in fact its first 8 KB
-    is_utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff"))  # Windows calls it Unicode
-    require(not is_utf16, "it is UTF-16 (iconv -f UTF-16 -t UTF-8)")
-    is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf"))
-    require(not is_binary, "it is no plain text, but packed, a document, a picture or UTF-16")
-    with io.TextIOWrapper(content, "utf-8-sig") as lines:  # -sig skips a byte order mark
-        if ending in (".jsonl", ".json", ".ndjson", ".jsonlines"):
-            yield from read_jsonl(lines, text_key)
-        elif ending in (".csv", ".tsv"):
-            yield from read_csv(lines, text_key, ending)
-        else:
-            yield from read_txt(lines)
-
-
-def read_parquet(file: io.BufferedIOBase, text_key: str) -> Iterator[tuple]:
-    """Yield the rows of a .parquet file."""
+def read_parquet(file: io.BufferedIOBase, template: list[tuple]) -> Iterator[tuple]:
+    """Yield (text or None, True, share of the rows that were read) of a .parquet file."""
     from pyarrow import parquet
 
     # 4 MB at a time, where pre_buffer would read the column of the whole file
     table = parquet.ParquetFile(file, buffer_size=2**22, pre_buffer=False)
-    names = table.schema_arrow.names
-    require(text_key in names, f"found columns {names}, expected {text_key}: see --text_key")
-    found = f"found {table.schema_arrow.field(text_key).type}, expected a text: see --text_key"
-    for rows in table.iter_batches(128, columns=[text_key]):  # ~0.6 MB of FineWeb
-        for text in rows.column(0).to_pylist():
-            require(isinstance(text, str | None), found)
-            if text is not None:
-                yield text, True
+    found = table.schema_arrow.names
+    columns = [key for _, key in template if key is not None]
+    is_known = set(columns) <= set(found)
+    require(is_known, f"expected the columns {columns} (--text_key), found {found}")
+    batches = table.iter_batches(128, columns=columns)  # ~0.6 MB of FineWeb each
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
+        text = make_text(template, row, f"row {number}")
+        # The place in the file is no share, because other columns may follow all texts
+        yield text, True, number / table.metadata.num_rows
 
 
-def read_jsonl(lines: io.TextIOWrapper, text_key: str) -> Iterator[tuple]:
-    """Yield the rows of a file with a record on each line, or of an array, read at once."""
-    records = lines
-    if lines.buffer.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-        records = map(json.dumps, json.load(lines))
-    for number, line in enumerate(records, 1):
-        if line.isspace():
-            continue
-        try:
-            text = json.loads(line)[text_key]
-            if not isinstance(text, str | None):
-                raise TypeError
-        except (KeyError, TypeError, ValueError) as error:
-            expected = f'expected lines like {{"{text_key}": "..."}} (--text_key)'
-            raise UserError(f"line {number}: {expected}, found {line[:50]!r}") from error
-        if text is not None:
-            if re.search(r"\\u[dD]", line):
+def read_text(file: io.BufferedReader, template, ending: str, packing: str) -> Iterator[tuple]:
+    """Yield (text or None, whether it begins a document, share that was read) of another file."""
+    size = os.path.getsize(file.name)
+    if packing == ".zst":
+        import pyarrow  # unlike zstandard's, its stream notices a truncated file
+
+        content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+    else:
+        content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
+    start = content.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")  # peek(1) returns 8 KB
+    is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf", b"\xff\xfe", b"\xfe\xff"))
+    require(not is_binary, "it is packed, a document, a picture or UTF-16 (see .github/HELP.md)")
+    lines = io.TextIOWrapper(content, "utf-8-sig")  # no byte order mark, and \n as line ends
+    with lines, naming("it is no UTF-8 (iconv: see .github/HELP.md)", UnicodeDecodeError):
+        if ending in (".csv", ".tsv"):
+            texts = read_csv(lines, template, ending)
+        # JSON has many names, such as .jl, .ldjson or wiki_00, so its beginning counts, too
+        elif ending.startswith((".json", ".ndjson")) or re.match(rb'\{\s*"', start):
+            texts = read_json(lines, template, start)
+        else:
+            texts = read_txt(lines)
+        for text, begins in texts:
+            yield text, begins, file.tell() / size
+
+
+def read_txt(lines: io.TextIOWrapper) -> Iterator[tuple]:
+    """Yield (part, whether it begins a document), because a document may not fit in the memory.
+
+    "One.<|endoftext|>\\nTwo.\\n<|endoftext|>\\n" holds the documents "One." and "Two.\\n".
+    """
+    mark = f"{EOT}\n"
+    text = ""  # what was read, but not yielded yet
+    begins = True  # whether the next part begins a document
+    blocks = iter(partial(lines.read, BATCH_SIZE), "")
+    for block in chain(blocks, [None]):
+        if block is None:  # the end of the file ends a document, too
+            block = mark
+            text = text.removesuffix(EOT)
+        *ends, text = (text + block).split(mark)
+        for end in ends:
+            if end.strip() or not begins:  # no blank documents
+                yield end, begins
+            begins = True
+        # The last characters wait, because a mark may begin there, which the next block completes
+        waiting = text[-len(EOT) :]
+        *parts, last = cut(text.removesuffix(waiting))
+        for part in parts:
+            yield part, begins
+            begins = False
+        text = last + waiting
+
+
+def read_json(lines: io.TextIOWrapper, template: list[tuple], start: bytes) -> Iterator[tuple]:
+    """Yield the texts of a file with a record on each line. An array, and an object that begins
+    with { alone in a line, are read at once."""
+    if re.match(rb"\[|\{\s*[\r\n]", start):
+        whole = json.load(lines)
+        records = whole if isinstance(whole, list) else [whole]
+    else:
+        parse = json.JSONDecoder().decode  # json.loads takes longer for short lines
+        records = (None if line.isspace() else parse(line) for line in lines)
+    number = 0
+    try:
+        for number, record in enumerate(records, 1):
+            text = None if record is None else make_text(template, record, f"row {number}")
+            if text and not text.isascii():
                 # JSON can spell half of a surrogate pair, which UTF-8 cannot: it becomes U+FFFD
-                text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+                text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             yield text, True
+    except json.JSONDecodeError as error:
+        raise UserError(f"row {number + 1} is no JSON: {error}") from error
 
 
-def read_csv(lines: io.TextIOWrapper, text_key: str, ending: str) -> Iterator[tuple]:
-    """Yield the rows of a .csv or .tsv file. The first line names the columns."""
+def read_csv(lines: io.TextIOWrapper, template: list[tuple], ending: str) -> Iterator[tuple]:
+    """Yield the texts of a .csv or .tsv file. The first line names the columns."""
     csv.field_size_limit(2**31 - 1)  # characters of a cell
-    rows = csv.reader(lines, strict=True)  # refuses an open quote, which would take all behind it
     if ending == ".tsv":  # where a quote is a character like others
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    else:  # strict refuses an open quote, which would take all behind it
+        rows = csv.reader(lines, strict=True, skipinitialspace=True)
     names = next(rows, [])
-    require(
-        text_key in names,
-        f"found columns {names}, expected {text_key}, and commas between them in .csv: "
-        "see --text_key",
-    )
+    line = 2  # where the row begins
     try:
-        column = names.index(text_key)
-        line = 2  # where the row begins
-        for row in filter(None, rows):  # without blank lines
-            if len(row) != len(names):
-                raise csv.Error(f"found {len(row)} cells, expected {len(names)}")
-            if row[column]:
-                yield row[column], True
+        for cells in rows:
+            # A line may be blank, or the header again, where files were joined
+            if cells and cells != names:
+                if len(cells) != len(names):
+                    raise csv.Error(f"found {len(cells)} cells, expected {len(names)}")
+                row = dict(zip(names, [cell or None for cell in cells], strict=True))
+                yield make_text(template, row, f"row in line {line}"), True
             line = rows.line_num + 1
     except csv.Error as error:
         advice = "a cell with commas stands in quotes, and a quote in it is written twice"
         raise UserError(f"row in line {line}: {error} ({advice})") from error
 
 
-def read_txt(text: io.TextIOWrapper) -> Iterator[tuple]:
-    """Yield the documents of a text file in parts, because it may be larger than the memory."""
-    part = ""
-    begins = True
-    lines = iter(partial(text.readline, BATCH_SIZE), "")  # a longer line comes in parts
-    for line in chain(lines, [None]):
-        is_mark = line in (EOT, f"{EOT}\n") and part[-1:] in ("", "\n")
-        if line is None or is_mark:
-            if part.strip() or not begins:
-                yield part, begins
-            part = ""
-            begins = True
-        else:
-            part += line
-        if len(part) > BATCH_SIZE:
-            *parts, part = cut(part)
-            for first in parts:
-                yield first, begins
-                begins = False
+def split_key(text_key: str) -> list[tuple]:
+    """Return --text_key as its keys, each with the characters before it.
+
+    "text" is [("", "text")], and "Q: {question}\\nA: {answer}." is
+    [("Q: ", "question"), ("\\nA: ", "answer"), (".", None)].
+    """
+    if "{" not in text_key:
+        return [("", text_key)]
+    pieces = Formatter().parse(text_key.replace("\\n", "\n"))  # not each shell has line ends
+    return [(before, key) for before, key, *_ in pieces]
+
+
+def make_text(template: list[tuple], row: object, where: str) -> str | None:
+    """Return the text of a row. It is None if the row has a value for none of the keys."""
+    text = ""
+    is_empty = True
+    for before, key in template:
+        text += before
+        if key is None:
+            continue
+        if not isinstance(row, dict) or key not in row:
+            found = list(row) if isinstance(row, dict) else row
+            raise UserError(f"{where}: expected the key {key!r} (--text_key), found {found!r:.200}")
+        value = row[key]
+        if isinstance(value, str):
+            text += value
+            is_empty = False
+        elif value is not None and value == value:  # NaN, which pandas writes, is not itself
+            raise UserError(f"{where}: expected a text as {key!r} (--text_key), found {row!r:.99}")
+    return None if is_empty else text
 
 
 def read_pydocs() -> Iterator[str]:
@@ -355,7 +409,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
 # ---- a tokenizer of one's own --------------------------------------------------------------------
 
 
-def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
+def choose_tokenizer(args: Namespace, files: dict[str, list]) -> str:
     """Return what get_tokenizer takes: a name, the tokenizer of other shards, or a new one."""
     if args.tokenizer.isdecimal():
         if args.dataset:  # all files of the hub may be hundreds of GB: the first one must do
@@ -364,8 +418,7 @@ def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
     if args.tokenizer in ("gpt2", "bytes"):
         return args.tokenizer
     path = Path(args.tokenizer, "meta.json")
-    require(path.exists(), f"--tokenizer {args.tokenizer}: expected gpt2, bytes, a size or shards")
-    with naming(f"{path} names no tokenizer"):
+    with naming(f"--tokenizer {args.tokenizer}: expected gpt2, bytes, a size or shards"):
         tokenizer = json.loads(path.read_bytes())["tokenizer"]
         get_tokenizer(tokenizer)
     return tokenizer
@@ -373,7 +426,7 @@ def choose_tokenizer(args: argparse.Namespace, files: dict[str, list]) -> str:
 
 def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
     """Yield all texts or, of more than SAMPLE_SIZE bytes, a sample that is spread over all."""
-    total = max(1, sum(size for size, _ in files.values()))
+    total = sum(size for size, _ in files.values())
     read = 0  # bytes of whole files
     taken = 0
     for address, (size, _) in files.items():
@@ -381,7 +434,7 @@ def sample_texts(files: dict[str, list], text_key: str) -> Iterator[str]:
             # The sample has no more than its share of what was read
             if taken <= SAMPLE_SIZE * (read + size * share) / total:
                 taken += len(text.encode())
-                yield from cut(text)
+                yield text
         read += size
 
 
@@ -412,7 +465,50 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     return f"bpe-{count}-{digest[:6]} {tokens}"
 
 
-# ---- from rows to tokens -------------------------------------------------------------------------
+# ---- from texts to tokens ------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A place in all files, behind one of their texts: where a run that was stopped goes on."""
+
+    file: int = 0  # its number
+    row: int = 0  # how many texts of this file, or parts of long ones, come before
+    digest: str = hashlib.sha256().hexdigest()  # of these
+    marks: int = 0  # how often <|endoftext|> stands inside all texts before
+
+
+def read_batches(args: Namespace, files: dict[str, list], start: Position) -> Iterator[tuple]:
+    """Yield (position behind a batch, share of all files read, batch) from a position on."""
+    changed = f"a file of {args.out} has changed where it was read already: {ADVICE}"
+    require(start.file < len(files), changed)
+    addresses = list(files)
+    sizes = [size for size, _ in files.values()]
+    read = sum(sizes[: start.file])  # bytes of whole files
+    marks = start.marks
+    batch = []
+    length = 0  # of the batch, in characters
+    for k in range(start.file, len(files)):
+        # --max_tokens may be reached before the next file is needed
+        if args.dataset and not args.max_tokens and k + 1 < len(files):
+            Thread(target=fetch_ahead, args=(addresses[k + 1],), daemon=True).start()
+        rows = read_file(addresses[k], args.text_key)
+        digest = hashlib.sha256()
+        for text, begins, _ in islice(rows, start.row):  # which are in a shard already
+            digest.update(f"{begins}{text}\0".encode())
+        require(digest.hexdigest() == start.digest, changed)
+        for row, (text, begins, share) in enumerate(rows, start.row + 1):
+            digest.update(f"{begins}{text}\0".encode())
+            marks += text.count(EOT)
+            batch.append((text, begins))
+            length += len(text) + 1  # so that documents without a character count, too
+            if length >= BATCH_SIZE:
+                end = Position(k, row, digest.hexdigest(), marks)
+                yield end, (read + share * sizes[k]) / sum(sizes), batch
+                batch = []
+                length = 0
+        read += sizes[k]
+        start = Position()  # of the next file, all rows are read
+    yield Position(len(files), marks=marks), 1.0, batch
 
 
 def cut(text: str) -> Iterator[str]:
@@ -431,48 +527,16 @@ def cut(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def read_batches(args: argparse.Namespace, files: dict, position: list) -> Iterator[tuple]:
-    """Yield (position, share of all files read, batch) from a position on. A position says where
-    its batch begins: [file, how many rows of it come before]. The last batch is empty."""
-    sizes = [max(1, size) for size, _ in files.values()]
-    addresses = list(files)
-    first, start = position
-    total = sum(sizes)
-    read = sum(sizes[:first])  # bytes of whole files
-    batch = []
-    length = 0  # of the batch, in characters
-    for k in range(first, len(files)):
-        # --max_tokens may be reached before the next file is needed
-        if args.dataset and not args.max_tokens and k + 1 < len(files):
-            Thread(target=fetch_ahead, args=(addresses[k + 1],), daemon=True).start()
-        rows = enumerate(read_file(addresses[k], args.text_key), 1)
-        for row, (text, begins, share) in islice(rows, start, None):
-            batch.append((text, begins))
-            length += len(text) + 1  # so that documents without a character count, too
-            if length >= BATCH_SIZE:
-                yield position, (read + share * sizes[k]) / total, batch
-                position = [k, row]
-                batch = []
-                length = 0
-        start = 0
-        read += sizes[k]
-    yield position, 1.0, batch
-    yield [len(files), 0], 1.0, []  # behind all files, for the last chunk to end with
-
-
 def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
     """Return the tokens of a batch."""
     together = "".join([EOT * begins + text for text, begins in batch])
-    has_quotes = together.count(EOT) > sum(begins for _, begins in batch)
-    if len(together) <= 2 * BATCH_SIZE and not has_quotes:
+    if together.count(EOT) == sum(begins for _, begins in batch):
         # In one call, because a thread waits for Python's lock at the end of each
         return enc.encode_to_numpy(together, allowed_special="all").astype("<u2")
-    tokens = [[]]  # a batch may be empty
+    # A text quotes <|endoftext|>, which is encoded like other characters, and not as the token
+    tokens = []
     for text, begins in batch:
-        if begins:
-            tokens.append([enc.eot_token])
-        # If a text quotes <|endoftext|>, it is encoded like other characters, not as the token
-        tokens += [enc.encode_to_numpy(part, disallowed_special=()) for part in cut(text)]
+        tokens += [[enc.eot_token] * begins, enc.encode_to_numpy(text, disallowed_special=())]
     return np.concatenate(tokens, dtype="<u2", casting="unsafe")
 
 
@@ -486,60 +550,66 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
         return encode(own.enc, batch)
 
     with ThreadPoolExecutor(workers) as pool:  # tiktoken encodes without Python's lock
-        waiting = deque()
-        for position, share, batch in batches:
-            waiting.append((position, share, pool.submit(encode_in_thread, batch)))
-            if len(waiting) > 4 * workers:  # tokens must not fill the memory
-                *place, tokens = waiting.popleft()
-                yield *place, tokens.result()
-        for *place, tokens in waiting:
-            yield *place, tokens.result()
+        tasks = ((*place, pool.submit(encode_in_thread, batch)) for *place, batch in batches)
+        waiting = deque(islice(tasks, 4 * workers))  # few, as tokens must not fill the memory
+        while waiting:
+            position, share, tokens = waiting.popleft()
+            waiting.extend(islice(tasks, 1))
+            yield position, share, tokens.result()
 
 
 # ---- from tokens to shards -----------------------------------------------------------------------
-# A chunk is about --shard_size tokens, and ends where a batch ends. It becomes a shard of each
-# split. Then meta.json says how many chunks are finished, and where the last batch of the newest
-# one begins. After a kill, the same command reads on from there. Shards that are not in meta.json
-# yet are written a second time, with the same bytes. What was read must be as it was, under
-# whatever names: whole files, and the last batch. What was not read may change, so that a broken
-# row can be mended.
+# A chunk is about --shard_size tokens, ends where a batch ends, and becomes a shard of each split:
+#     files      |        a.jsonl        |        b.jsonl        |        c.txt ...
+#     batches    |      |      |      |      |      |      |      |
+#     chunks     |          0         |          1         |  <- the position behind chunk 1
+#     shards       train_000000.npy     train_000001.npy
+#                  val_000000.npy       val_000001.npy
+# After each chunk, meta.json lists its shards and the position behind it. After a kill, the same
+# command reads on from there, and writes shards that are not listed yet again, with the same bytes.
+# What was read must be as it was: whole files, under whatever names, and the rows before the
+# position. What was not read may change, so that a broken row can be mended.
 
 
-def write_shards(args: argparse.Namespace, meta: dict) -> None:
-    """Fill chunk after chunk from the position in meta.json on."""
+def write_shards(args: Namespace, meta: dict) -> None:
+    """Write the shards of all chunks from the position in meta.json on."""
     if not meta["shards"]:  # the folder is tried before hours of work
         os.makedirs(os.path.realpath(args.out), exist_ok=True)  # also where a link leads nowhere
         write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
-    batches = read_batches(args, meta["files"], meta["progress"]["position"])
-    batches = tokenize(batches, meta["tokenizer"], args.workers)
-    if meta["shards"]:
-        _, _, tokens = next(batches)
-        found = hashlib.sha256(tokens).hexdigest()
-        changed = f"a file of {args.out} has changed where it was being read: {ADVICE}"
-        require(found == meta["progress"]["last_batch"], changed)
+    saving = None  # the work of a thread, which writes a chunk while the next one is filled
+    with ThreadPoolExecutor(1) as writer:
+        for chunk, position, done in fill_chunks(args, meta):
+            if saving:
+                saving.result()  # waits, and raises what went wrong
+            saving = writer.submit(save_chunk, args, meta, chunk, position, done)
+        saving.result()
+
+
+def fill_chunks(args: Namespace, meta: dict) -> Iterator[tuple]:
+    """Yield (chunk as a list of arrays, position behind it, whether it is the last one)."""
+    position = meta["progress"]["position"]
+    batches = read_batches(args, meta["files"], position)
     total = count_tokens(meta)  # so far
     budget = args.max_tokens or sys.maxsize
     chunk = []
-    bar = tqdm(initial=total, unit=" tokens", unit_scale=True, disable=None)  # on a terminal only
-    with bar, ThreadPoolExecutor(1) as writer:  # of a chunk, while the next one is filled
-        saved = writer.submit(int)  # at first nothing, and int() returns
-        for position, share, tokens in batches:
+    stream = sys.stderr or io.StringIO()  # a service has none. Only a terminal shows the bar
+    with tqdm(initial=total, unit=" tokens", unit_scale=True, file=stream, disable=None) as bar:
+        for end, share, tokens in tokenize(batches, meta["tokenizer"], args.workers):
+            if sum(map(len, chunk)) >= args.shard_size:  # and another batch follows
+                yield chunk, position, False
+                chunk = []
             chunk.append(tokens[: budget - total])
+            position = end
             total += len(chunk[-1])
             bar.total = min(budget, round(total / share))  # about, if it is not the budget
             bar.update(total - bar.n)
             if total == budget:
                 break
-            if sum(map(len, chunk)) >= args.shard_size:
-                saved.result()  # waits for the chunk before, and raises what went wrong there
-                saved = writer.submit(save_chunk, args, meta, chunk, position)
-                chunk = []
-        saved.result()
-    save_chunk(args, meta, chunk, position, done=True)  # may be short or empty
+    yield chunk, position, True
 
 
-def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=False) -> None:
-    """Write a shard of each split, then meta.json with the position of the chunk's last batch."""
+def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: Position, done: bool) -> None:
+    """Write a shard of each split, then meta.json with the position behind the chunk."""
     chunks = meta["progress"]["chunks"]
     tokens = np.concatenate(chunk)
     is_val = choose_validation(args, meta, len(tokens))
@@ -551,19 +621,17 @@ def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: list, done=F
             write_file(f"{args.out}/{name}", shard.getvalue())
             sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
-    meta["progress"] = {
-        "chunks": chunks + 1,
-        "position": position,
-        "last_batch": hashlib.sha256(chunk[-1]).hexdigest(),
-        "done": done,
-    }
+    meta["progress"] = {"chunks": chunks + 1, "position": position, "done": done}
     write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
 
 
-def choose_validation(args: argparse.Namespace, meta: dict, size: int) -> np.ndarray:
+def choose_validation(args: Namespace, meta: dict, size: int) -> np.ndarray:
     """Return the mask of the validation tokens among the next `size` tokens."""
     # All tokens are cut into pieces. Of the first n pieces, validation gets n * val_share, rounded.
-    # So it gets the pieces at which this number rises: with a share of 0.1, the fifth of every ten
+    # So it gets each piece with which this number rises. With a share of 0.3:
+    #     before the piece     0 0 1 1 1 2 2 2 2 3 ...
+    #     with the piece       0 1 1 1 2 2 2 2 3 3 ...
+    #     it is validation's   . x . . x . . . x . ...
     length = meta["piece_size"]
     start = count_tokens(meta)
     pieces = np.arange(start // length, (start + size) // length + 2)
@@ -580,48 +648,48 @@ def count_tokens(meta: dict, split: str = "") -> int:
     return sum(shard["tokens"] for name, shard in meta["shards"].items() if split in name)
 
 
-def find_meta(args: argparse.Namespace) -> dict:
+def find_meta(args: Namespace) -> dict:
     """Return meta.json as an earlier start of the same run has left it, or a new one."""
     others = ("files", "out", "workers")  # the shards depend on none of them but the files' content
-    options = {"version": META_VERSION} | {k: v for k, v in vars(args).items() if k not in others}
+    options = {flag: value for flag, value in vars(args).items() if flag not in others}
     if list(Path(args.out).glob("*.npy")):
         return check_meta(args, options)
     files = list_files(args)
     tokenizer = choose_tokenizer(args, files)
     enc = get_tokenizer(tokenizer)
-    total = sum(size for size, _ in files.values())  # bytes, or, on the hub, the number of files
-    is_small = total < 2**24 and args.dataset in (None, "pydocs")
+    is_small = sum(size for size, _ in files.values()) < 2**24  # bytes
     return {
         "tokenizer": tokenizer,  # this and the next two are for the trainer
         "vocab_size": enc.n_vocab,
         "eot": enc.eot_token,
+        "version": META_VERSION,
         "options": options,
         # Tokens that go to validation together: longer pieces cut fewer windows of 1,024 in two
         "piece_size": 512 if is_small else 8192,
         "shards": {},  # {name: {"tokens": count, "sha256": hexadecimal}}
-        "progress": {"chunks": 0, "position": [0, 0], "done": False},  # see read_batches
+        "progress": {"chunks": 0, "position": Position(), "done": False},
         "files": files,
     }
 
 
-def check_meta(args: argparse.Namespace, options: dict) -> dict:
+def check_meta(args: Namespace, options: dict) -> dict:
     """Return the meta.json of a run, after a check that nothing has changed since."""
     path = Path(args.out, "meta.json")
     require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
     with naming(f"{path} is damaged: delete the folder to start over"):
         meta = json.loads(path.read_bytes())
-        old_options = meta.get("options", {})
+        is_current = meta.get("version") == META_VERSION
+    require(is_current, f"an older fineweb.py made {args.out}: train with it, or delete it")
     for key, new in options.items():
-        old = old_options.get(key)
+        old = meta["options"].get(key)
         require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
+    meta["progress"]["position"] = Position(*meta["progress"]["position"])
     if args.files:  # those of a dataset stay as they were at the beginning
         files = list_files(args)
-        before = list(meta["files"].items())
-        now = list(files.items())
-        if not meta["progress"]["done"]:  # files that were not read yet may change
-            read = meta["progress"]["position"][0]
-            before = before[:read]
-            now = now[:read]
+        # What was not read may have changed. read_batches checks the file that was being read
+        read = None if meta["progress"]["done"] else meta["progress"]["position"].file
+        before = list(meta["files"].items())[:read]
+        now = list(files.items())[:read]
         for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
             require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
         meta["files"] = files
@@ -635,90 +703,21 @@ def check_meta(args: argparse.Namespace, options: dict) -> dict:
 # ---- command line --------------------------------------------------------------------------------
 
 
-def quote(word: str) -> str:
-    """Return a word of a command line as bash and Windows' cmd.exe both take it."""
-    return word if re.fullmatch(r"[\w:+=,./\\-]+", word) else f'"{word}"'
-
-
-def suggest(args: argparse.Namespace, meta: dict, prompt: str) -> str:
-    """Return the next command for this amount of text: for a CPU, if that is enough, and a GPU."""
-    train = count_tokens(meta, "train")
-    val = count_tokens(meta, "val")
-    log_dir = f"log/{Path(args.out).resolve().name}"
-    command = f"python train_gpt2.py --data_dir {quote(args.out)} --log_dir {quote(log_dir)}"
-    command += f' --prompt="{prompt}"'
-    command += " --val_every 0" * (val == 0)  # --val_share is 0
-    if train >= 10**8:
-        if train < 2.5e9:  # more is the run that the script makes by default
-            # A step has about 27.5 * max_steps tokens, which makes this about four epochs
-            command += f" --optimizer muon --max_steps {round((4 * train / 27.5) ** 0.5)}"
-        return f"next, on a GPU:\n{command}"
-    model, epochs = "--optimizer muon --model d6 --seq_len 256", 4
-    if args.tokenizer == "gpt2":
-        model, epochs = "--init_from gpt2", 3  # OpenAI's model, which knows English already
-    steps = epochs * train // 16384 + 1
-    on_gpu = f"{command} {model} --total_batch_size 16384 --max_steps {steps}"
-    if val:  # to see when the texts are learnt by heart
-        on_gpu += f" --val_every {steps // 10 + 1}"
-    if meta["vocab_size"] > 2**13:
-        return f"next, on a GPU (a CPU needs --tokenizer 2048, and another --out):\n{on_gpu}"
-    # All of the validation text, if that is possible: it is in the order of the files
-    on_cpu = f"{command} --quickstart --val_tokens {min(val, 500_000)}"
-    return f"next, on a CPU (a small model, in minutes):\n{on_cpu}\nor, on a GPU:\n{on_gpu}"
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line, and fill in the defaults that depend on other options."""
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("fineweb.py", description=__doc__, formatter_class=raw)
-    parser.error = partial(require, False)  # raises UserError: one line, not argparse's several
-    add = parser.add_argument
-    add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
-    add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
-    add("--files", nargs="+", action="extend", metavar="PATH", help="files, globs, folders")
-    add("--text_key", default="text", help="key or column of the texts (default %(default)s)")
-    add("--tokenizer", help="gpt2 (default), bytes, a size to train one, or shards that have one")
-    add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
-    add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
-    add("--max_tokens", type=int, help="stop after this many tokens")
-    add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
-    add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
-    add("--workers", type=int, help="threads (default: 1 per core)")
-    args = parser.parse_args(argv)
-    require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
-    args.dataset = args.dataset or (None if args.files else FINEWEB)
-    args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
-    args.out = os.path.expanduser(args.out or FOLDERS.get((args.dataset, args.name), ""))
-    args.out = args.out and os.path.normpath(args.out)  # without a slash at the end
-    require(args.out, "--out FOLDER is needed: where do the shards go?")
-    args.tokenizer = args.tokenizer or {"pydocs": "2048"}.get(args.dataset, "gpt2")
-    if args.tokenizer.isdecimal():
-        require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
-    if args.workers is None:
-        is_limited = hasattr(os, "sched_getaffinity")  # a job may use some of the cores only
-        args.workers = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count()
-    if args.val_share is None:
-        # FineWeb is shuffled, and build-nanogpt validates on its start. Other data may be sorted
-        args.val_share = {FINEWEB: 1.0}.get(args.dataset, 0.1)
-    require(0 <= args.val_share <= 1, "--val_share is a number from 0 to 1")
-    if args.val_tokens is None:
-        args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
-    for flag, least in (("shard_size", 1), ("max_tokens", 1), ("workers", 1), ("val_tokens", 0)):
-        value = getattr(args, flag)
-        require(value is None or value >= least, f"--{flag} {value}: expected {least} or more")
-    return args
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run a command line. Without one, run that of the process, and say what to run next."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a name may hold what a console cannot print
     try:
-        args = parse_args(argv)
+        args = parse_args(sys.argv[1:] if argv is None else argv)
         meta = find_meta(args)
-        if not meta["progress"]["done"]:
+        if meta["progress"]["done"]:
+            print(f"{args.out} is made already")
+        else:
             print(f"making {args.out}: if interrupted, the same command continues", flush=True)
             write_shards(args, meta)
+        for path in Path(args.out).glob("*.unfinished"):  # of killed processes
+            with suppress(OSError):  # Windows deletes no file that another one is writing
+                path.unlink()
         report(args, meta, argv)
     except (UserError, OSError) as error:
         print("fineweb.py:", *str(error).split(), file=sys.stderr)  # all its lines as one
@@ -727,29 +726,124 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)  # 128 plus SIGINT's number
 
 
-def report(args: argparse.Namespace, meta: dict, argv: list[str] | None) -> None:
+def parse_args(argv: list[str]) -> Namespace:
+    """Parse the command line, and fill in the defaults that depend on other options."""
+    layout = RawDescriptionHelpFormatter
+    parser = ArgumentParser("fineweb.py", description=__doc__, formatter_class=layout)
+    parser.error = partial(require, False)  # raises UserError: one line, not argparse's several
+    add = parser.add_argument
+    add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
+    add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
+    add("--files", nargs="+", action="extend", default=[], metavar="PATH", help="files, folders")
+    add("paths", nargs="*", metavar="PATH", help="the same: files, folders, globs")
+    add("--text_key", default="text", help='key or column of the texts, or "{title}\\n{body}"')
+    add("--tokenizer", help="gpt2 (default), bytes, a size to train one, or shards that have one")
+    add("--out", help="folder of the shards (default edu_fineweb10B or pydocs)")
+    add("--shard_size", type=int, default=10**8, help="tokens of train + val shard (default 100M)")
+    add("--max_tokens", type=int, help="stop after this many tokens")
+    add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
+    add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
+    add("--workers", type=int, help="threads (default: 1 per core)")
+    # --max-tokens=5 is --max_tokens=5: a hyphen in the name of a flag is an underscore
+    words = [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), w) for w in argv]
+    args = parser.parse_intermixed_args(words)
+    args.files = [*map(os.path.expanduser, args.files + vars(args).pop("paths"))]  # as one list
+    with naming(f"--text_key {args.text_key}: a brace that is no key's is written {{{{ or }}}}"):
+        split_key(args.text_key)
+    require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
+    args.dataset = args.dataset or (None if args.files else FINEWEB)
+    args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
+    args.out = args.out or FOLDERS.get((args.dataset, args.name))
+    require(args.out, "--out FOLDER is needed: where do the shards go?")
+    args.out = os.path.normpath(os.path.expanduser(args.out))  # without a slash at the end
+    args.tokenizer = args.tokenizer or {"pydocs": "2048"}.get(args.dataset, "gpt2")
+    if args.tokenizer.isdecimal():
+        require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
+    if args.workers is None:  # a job may use some of the cores only
+        is_limited = hasattr(os, "sched_getaffinity")
+        args.workers = len(os.sched_getaffinity(0)) if is_limited else os.cpu_count()
+    if args.val_share is None:  # unlike FineWeb, other data may be sorted
+        args.val_share = {FINEWEB: 1.0}.get(args.dataset, 0.1)
+    require(0 <= args.val_share <= 1, "--val_share is a number from 0 to 1")
+    if args.val_tokens is None:
+        args.val_tokens = min(args.shard_size, (args.max_tokens or 10 * args.shard_size) // 10)
+        if args.files and args.val_share == 1:
+            args.val_tokens = sys.maxsize  # the files are a text to test a model with
+    for flag, least in (("shard_size", 1), ("max_tokens", 1), ("workers", 1), ("val_tokens", 0)):
+        value = getattr(args, flag)
+        require(value is None or value >= least, f"--{flag} {value}: expected {least} or more")
+    return args
+
+
+def report(args: Namespace, meta: dict, argv: list[str] | None) -> None:
     """Print what was made and, to a user of the command line, what to run next."""
     train = count_tokens(meta, "train")
-    require(train, "no training tokens: more files, or a lower --val_share?")
-    sizes = {name: meta["shards"][name]["tokens"] for name in meta["shards"] if "train" in name}
-    largest = max(sizes, key=sizes.get)
-    tokens = np.load(Path(args.out, largest), mmap_mode="r")[: 10**6]
+    val = count_tokens(meta, "val")
+    require(train + val, "no tokens: the files have no text")
+    largest = max(Path(args.out).glob("*.npy"), key=os.path.getsize)
+    tokens = np.load(largest, mmap_mode="r")[: 10**6]
     text = get_tokenizer(meta["tokenizer"]).decode(tokens.tolist())
     size = len(text.replace(EOT, "").encode()) / len(tokens)
-    val = count_tokens(meta, "val")
     print(f"{train:,} tokens to train and {val:,} to validate, of {size:.2f} bytes each")
+    marks = meta["progress"]["position"].marks
+    if marks:
+        print(f"{marks:,} {EOT} inside texts end no document: they are read as characters")
     if args.tokenizer == "gpt2" and size < 3:  # English has 3.4 to 4.6
-        words = sys.argv[1:] if argv is None else argv
-        better = [*words, "--out", f"{args.out}_4096", "--tokenizer", "4096"]  # the last ones count
-        print("GPT-2's tokens fit these texts badly. This makes tokens of their own:")
-        print("python fineweb.py", *map(quote, better))
-    if train * size < 10**5:
+        print("GPT-2's tokens fit these texts badly: add --tokenizer 4096, with another --out")
+    if 0 < train * size < 10**5:
         print("this is too little to learn from: a model needs 120 KB of text or more")
     elif argv is None:
         # The words that begin a document, without what means something to a shell
-        start = text.partition(EOT)[2] or text
-        words = re.sub(r"[\"$%!`\\]", " ", start[:200]).split()
-        print(suggest(args, meta, " ".join(words[:2])[:20]))
+        before, *documents = text.split(EOT)
+        document = next(filter(str.strip, documents), before)
+        words = re.sub(r"[\"$%!`\\]", " ", document[:200]).split()
+        print(suggest(args, meta, train, val, " ".join(words[:2])[:20].rstrip()))
+
+
+def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> str:
+    """Return the next commands, which suit the number of tokens to train:
+
+    none            the loss of a model that reads these tokens
+    below 100M      a CPU: the quickstart's model, four epochs in at most ten minutes
+                    a GPU: a small model, four epochs. If the tokens are GPT-2's, OpenAI's model
+    below 2.5B      a GPU: GPT-2 by Muon, four epochs of own files, one of a dataset of the hub
+    2.5B or more    a GPU: GPT-2, as train_gpt2.py trains it by default
+    """
+    # Double quotes, because Windows' cmd.exe knows no others
+    mark = "" if re.fullmatch(r"[\w:+=,./\\-]+", args.out) else '"'
+    command = f"python train_gpt2.py --data_dir {mark}{args.out}{mark}"
+    if train == 0:
+        command += f" --init_from log --max_steps 0 --val_tokens {val}"
+        return f"next, for a model in log that reads these tokens:\n{command}"
+    command += f" --log_dir {mark}log/{Path(args.out).resolve().name}{mark}"
+    if val <= 1024:  # the longest window
+        command += " --val_tokens 0"
+    if train >= 2.5e9:
+        return f"next, on a GPU:\n{command}"
+    if args.dataset != FINEWEB:  # for which the default prompt is made
+        command += f' --prompt="{prompt}"'
+    if train >= 10**8:
+        steps = int((4 * train / 27.5) ** 0.5)  # n steps read about 27.5 * n**2 tokens
+        if args.dataset:
+            steps = int((train / 27.5) ** 0.5) // 1000 * 1000
+        return f"next, on a GPU:\n{command} --optimizer muon --max_steps {steps}"
+    epochs = 4
+    model = "--optimizer muon --model d6 --seq_len 256"
+    if meta["tokenizer"] == "gpt2":
+        epochs = 3
+        model = "--init_from gpt2"  # which knows English already
+    steps = epochs * train // 16384 + 1
+    on_gpu = f"{command} {model} --total_batch_size 16384 --max_steps {steps}"
+    on_gpu += f" --val_every {steps // 10 + 1}"  # to see when the texts are learnt by heart
+    if meta["vocab_size"] > 2**13:
+        return f"next, on a GPU (a CPU needs --tokenizer 2048, and another --out):\n{on_gpu}"
+    # A step reads 1,024 tokens in 0.1 s of two cores, which make 4,000 steps and their evaluations
+    # in ten minutes. The quickstart makes 800
+    steps = min(max(800, 4 * train // 1024), 4000)
+    on_cpu = f"{command} --quickstart --max_steps {steps} --val_every {steps // 10 + 1}"
+    if val > 1024:  # all of it, if possible, because it is in the order of the files
+        on_cpu += f" --val_tokens {min(val, 500_000)}"
+    return f"next, on a CPU (a small model, in minutes):\n{on_cpu}\nor, on a GPU:\n{on_gpu}"
 
 
 if __name__ == "__main__":

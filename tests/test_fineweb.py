@@ -31,7 +31,7 @@ import pyarrow
 import pytest
 import tiktoken
 import tokenizers
-from conftest import ROOT, contents, needs_data
+from conftest import ROOT, contents, main, needs_data
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -70,9 +70,9 @@ def build(files, out: Path, *options) -> Path:
     return out
 
 
-def command_line(files: Path, out: Path, capsys) -> str:
+def command_line(files: Path, out: Path, capsys, *options) -> str:
     """Run fineweb.py's own command line, which says what to run next; return what it prints."""
-    argv = ["", "--files", files, "--out", out, "--tokenizer", "bytes", "--workers", 1]
+    argv = ["", "--files", files, "--out", out, "--tokenizer", "bytes", "--workers", 1, *options]
     with patch("sys.argv", [str(word) for word in argv]):
         fineweb.main()
     return capsys.readouterr().out
@@ -159,18 +159,15 @@ def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, mo
         assert_whole(out)
     assert 15 < read_meta(out)["progress"]["chunks"] < chunks
     build(files, out, *OPTIONS, "--workers", 2)
-    unfinished = list(out.glob("*.unfinished"))
-    assert unfinished, "of processes that were killed"
-    for path in unfinished:
-        path.unlink()
-    assert contents(out) == contents(whole)
+    assert contents(out) == contents(whole), "no unfinished file of a killed process is left"
 
 
 def test_it_continues_behind_every_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     rows = [row for text in TEXTS[30:90] for row in (None, text)]  # without text, it counts, too
     write_jsonl(tmp_path / "0.jsonl", rows[:40])
-    write_jsonl(tmp_path / "1.txt", rows[40:80])  # its text are the lines of a .jsonl file
+    lines = write_jsonl(tmp_path / "1.txt", rows[40:80]).read_text()
+    (tmp_path / "1.txt").write_text(f"Lines of JSON:\n{lines}")  # or they would be rows
     write_parquet(tmp_path / "2.parquet", rows[80:], rows=3)
     files, out = tmp_path / "*.*", tmp_path / "parts"
     whole = build(files, tmp_path / "whole", *OPTIONS)
@@ -199,9 +196,14 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl (b"),
     ("rm 1.jsonl 2.jsonl", "", "has changed where", "nothing (b"),
+    ("sed -i '1s/: ./: \"X/' 1.jsonl", "", "has changed where", "1.jsonl (b"),  # in row 1 alone
     ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", *2 * ["train_000001.npy"]),
     ("rm out/meta.json", "", *2 * ["no meta.json"]),
-    ("echo '{\"version\": 4}' > out/meta.json", "", *2 * ["has version"]),
+    (
+        "echo '{\"version\": 4}' > out/meta.json",
+        "",
+        *2 * ["an older fineweb.py made out: train with it, or delete it"],
+    ),
     ("echo [1] > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("echo '{\"version' > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("true", "--shard_size 2600", *2 * ["shard_size 2500, not 2600"]),
@@ -221,7 +223,7 @@ def test_what_was_read_must_be_as_it_was(change, is_finished, tmp_path, monkeypa
     command = ("?.jsonl", Path("out"), *OPTIONS, *change[1].split())
     if named := change[2 + is_finished]:
         line = refuse(*command)
-        assert named in line and re.search("delete the folder|choose another --out", line)
+        assert named in line and re.search("delete the folder|choose another --out|delete it", line)
         assert contents("out") == before
     else:
         build(*command)
@@ -236,6 +238,7 @@ def test_a_run_goes_on_with_the_commit_with_which_it_began(tmp_path, monkeypatch
         texts = [commit, *random_texts(200, 400)]
         sample.config.data_files = {"train": [f"file://{write_parquet(tmp_path / commit, texts)}"]}
 
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     whole, out, sample = tmp_path / "whole", tmp_path / "out", Mock()
     advice = "/datasets/HuggingFaceFW/fineweb-edu/tree/main .*HF_ENDPOINT.*HF_TOKEN.*--files"
     assert re.search(advice, refuse(None, out)) and not out.exists()
@@ -295,6 +298,7 @@ def test_over_http_it_survives_lost_connections_and_continues_after_a_kill(tmp_p
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import fineweb"
     command = [sys.executable, "-c", f"{code}; fineweb.BATCH_SIZE = {SMALL}; fineweb.main()"]
     options = ["--tokenizer", "bytes", "--shard_size", "2500", "--val_share", "1"]
+    options += ["--val_tokens", "2500"]
     command += ["--dataset", "me/docs", *options, "--workers", "2", "--out", tmp_path / "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     Hub.events = {1: "cut", 4: "kill", 5: "busy"}  # the third file is read twice
@@ -317,7 +321,7 @@ def test_small_corpus_golden(tmp_path, monkeypatch, disk):
     calls = [name for name, _, _ in disk.mock_calls]
     assert calls == ["fsync", "replace"] * 4  # meta.json, val, train, meta.json
     meta = read_meta(out)
-    kept = "version dataset name text_key tokenizer shard_size max_tokens val_tokens val_share"
+    kept = "dataset name text_key tokenizer shard_size max_tokens val_tokens val_share"
     assert sorted(meta["options"]) == sorted(kept.split()), "all that a second start may not change"
     hashes = {name: shard["sha256"][:16] for name, shard in meta["shards"].items()}
     assert hashes == {"train_000000.npy": "42e79a1155377ae1", "val_000000.npy": "9c83d15a1ff07ec4"}
@@ -364,7 +368,6 @@ def test_validation_gets_the_middle_of_every_ten_pieces(tmp_path, capsys):
             mask = np.append(mask, fineweb.choose_validation(args, meta, size))
         assert len(mask) == 8004 and abs(mask.sum() - 8004 * share) <= 4, "wherever chunks end"
         assert all(len({*piece}) == 1 for piece in mask.reshape(-1, 4).tolist())
-    assert "no training tokens" in refuse(files, tmp_path / "all", "--val_share", 1)
     said = command_line(write_jsonl(files, ["x" * 99_000]), tmp_path / "few", capsys)
     assert "too little" in said and "next, " not in said
 
@@ -380,9 +383,11 @@ def test_more_text_has_longer_pieces_for_validation(size, length, tmp_path):
 @needs_data
 def test_a_million_blanks_are_cut_somewhere():
     enc = fineweb.get_tokenizer("gpt2")
-    tokens = fineweb.encode(enc, [("word" + " " * 10**6 + "word", True)])
+    parts = [*fineweb.cut("word" + " " * 10**6 + "word")]
+    blocks = [fineweb.encode(enc, [(part, part is parts[0])]) for part in parts]
     blanks = enc.encode(" ") * (10**6 - 1)
-    assert tokens.tolist() == [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
+    expected = [50256, *enc.encode("word"), *blanks, *enc.encode(" word")]
+    assert np.concatenate(blocks).tolist() == expected
 
 
 LANGUAGES = "नमस्ते दुनिया שָׁלוֹם مُحَمَّدٌ สวัสดี über the <|endoftext|> 漢字 's 12"
@@ -474,8 +479,12 @@ def test_the_sample_comes_from_all_files(tmp_path):
 
 
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)
-# The mark is characters in a text, but a border between documents on a line of its own
-MARKS = ["<|endoftext|>", *(f"{a}\n<|endoftext|>{b}\n" for a in ("", "\r") for b in ("", "\r"))]
+# The mark is characters in a text, but a border between documents at the end of a line
+MARKS = [
+    "<|endoftext|>",
+    "<|endoftext|>\n",
+    *(f"{a}\n<|endoftext|>{b}\n" for a in ("", "\r") for b in ("", "\r")),
+]
 PIECES = st.one_of(LETTERS, st.sampled_from(MARKS))
 
 
@@ -496,7 +505,7 @@ def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
         blocks = [fineweb.encode(enc, rows[k : k + 3]) for k in range(0, len(rows), 3)]
     assert all(0 < len(piece) <= size for piece in pieces) and "".join(pieces) == text
     in_file = re.sub("\r\n?", "\n", text)  # where text is one row, its line ends stay
-    documents = filter(str.strip, re.split(r"(?m)^<\|endoftext\|>$\n?", in_file))
+    documents = filter(str.strip, re.split(r"(?m)<\|endoftext\|>$\n?", in_file))
     pairs = ((np.concatenate(blocks), documents), (tokens, [text] * 2), (together, parts))
     for found, texts in pairs:
         expected = [(enc.eot_token, *enc.encode_ordinary(text)) for text in texts]
@@ -542,7 +551,7 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch
         pack["zst"] = partial(pyarrow.compress, codec="zstd", asbytes=True)
         path.write_bytes(pack.get(suffix.rpartition(".")[2], bytes)(content))
     files = {str(path): [path.stat().st_size, ""]}
-    found, shares, places = [], [0.0], [[0, 0]]
+    found, shares, places = [], [0.0], [fineweb.Position()]
     args = fineweb.parse_args(["--files", str(path), "--out", "out"])
     for place, share, batch in fineweb.read_batches(args, files, places[0]):
         shares.append(share)
@@ -552,11 +561,11 @@ def test_a_document_is_whole_wherever_a_block_ends(suffix, tmp_path, monkeypatch
             found[-1] += text
     if suffix[:3] in ("txt", "csv"):
         texts = [text.replace("\r\n", "\n") for text in texts]
-    assert found == texts and len(places) > 60 and not batch
+    assert found == texts and len(places) > 60
     assert shares == sorted(shares) and shares[-1] == 1, "how much of the file was read"
     assert suffix != "parquet" or shares[1] < 0.7, "row groups are read one after the other"
     again = fineweb.read_batches(args, files, places[30])
-    assert [place for place, _, _ in again] == places[30:]
+    assert [place for place, _, _ in again] == places[31:]
 
 
 def test_files_are_read_once_and_in_the_order_of_their_names(tmp_path, monkeypatch):
@@ -639,22 +648,23 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.ndjson", GOOD, "", ["a"]),
     ("a.JSONLINES.gz", gzip.compress(GOOD), "", ["a"]),
     ("a.txt", b"Gutenberg\r\nor\rMac\n", "", ["Gutenberg\nor\nMac\n"]),
-    ("a.txt.gz", b"", "--val_share 0", "no training tokens"),
+    ("a.txt.gz", b"", "--val_share 0", "no tokens"),
     ("a.jsonl", b'{"text": null}\n' + GOOD + b'\n{"text": null}\n{"text": ""}', "", ["a", ""]),
-    ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", "line 40002: expected lines like"),
+    ("a.jsonl", GOOD * 40_000 + b'\n{"text": 5}\n', "", """row 40002: expected a text as 'text' (--text_key), found {'text': 5}"""),
     ("a.jsonl", LONG * 30 + b"5", "--max_tokens 8", ["a" * 7]),  # the rest is not read
-    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """found '{"body": "b"}\\n'"""),
+    ("a.jsonl", GOOD + b'{"body": "b"}\n', "", """row 2: expected the key 'text' (--text_key), found ['body']"""),
     ("a.JSON", b"\xef\xbb\xbf\n" + ARRAY, "", ["a", "b"]),
-    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no UTF-8 (iconv -f ENCODING -t UTF-8, see .github/HELP.md): UnicodeDecodeError"),
-    ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n <|endoftext|>\n"]),
+    ("a.txt", b"one\n" * 200_000 + b"tw\xffo\n", "", "it is no UTF-8 (iconv: see .github/HELP.md): UnicodeDecodeError"),
+    ("a.TXT", b"A\n<|endoftext|>\nB\n <|endoftext|>\n", "", ["A\n", "B\n "]),
     ("a.md", b"<|endoftext|>\r\n<|endoftext|>\n\nA\r\n<|endoftext|>", "", ["\nA\n"]),
-    ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A <|endoftext|>\n"]),
+    ("README", b"\xef\xbb\xbf<|endoftext|>\nA <|endoftext|>\n", "", ["A "]),
+    ("a.txt", b"One.<|endoftext|>\r\nTwo<|endoftext|>.\n<|endoftext|>\n", "", ["One.", "Two<|endoftext|>.\n"]),
     ("f/g/a.html", b"A", "--files f", ["A"]),
     ("f/.git/a", b"A", "--files f", "--files f: found no file (expected"),
     ("f/.a", b"A", "--files f", "--files f: found no file (expected"),
-    ("meta.json", GOOD, "--tokenizer .", "meta.json names no tokenizer: KeyError"),
-    ("meta.json", b'{"text": "a", "tokenizer": "a zz"}', "--tokenizer .", "meta.json names no tokenizer: Value"),
-    ("a.txt.xz", lzma.compress(b"text\0"), "", "it is no plain text, but packed"),
+    ("meta.json", GOOD, "--tokenizer .", "--tokenizer .: expected gpt2, bytes, a size or shards: KeyError"),
+    ("meta.json", b'{"text": "a", "tokenizer": "a zz"}', "--tokenizer .", "--tokenizer .: expected gpt2, bytes, a size or shards: Value"),
+    ("a.txt.xz", lzma.compress(b"text\0"), "", "it is packed, a document"),
     ("a.csv", b'id,text\n1,"A\n2,B\n', "", "a.csv: row in line 2: unexpected end of data"),
     ("a.csv", b"id,text\n1,%s\n" % (b"long " * 99_999), "", ["long " * 99_999]),
     ("a.tsv", b'id\ttext\n1\t"A\n2\tB\n', "", ['"A', "B"]),
@@ -664,18 +674,34 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n"), "--text_key body", ["A, b"]),
     ("a.csv", b"id,text\n1,05\n\n2,5\n", "", ["05", "5"]),
     ("a.csv", b"id,text\n1,A\n2,B, b\n", "", "a.csv: row in line 3: found 3 cells, expected 2"),
-    ("a.csv", b"id;text\n1;A\n", "", "found columns ['id;text'], expected text, and commas between them in .csv: see --text"),
+    ("a.csv", b"id;text\n1;A\n", "", """row in line 2: expected the key 'text' (--text_key), found ['id;text']"""),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
     ("a.parquet", {"text": pyarrow.array(["A", None], "string_view")}, "", ["A"]),  # of polars
     ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "", "git lfs pull"),
-    ("a.csv", "\ufefftext\nA\n".encode("utf-16-le"), "", "it is UTF-16 (iconv"),  # of PowerShell
+    ("a.csv", "\ufefftext\nA\n".encode("utf-16-le"), "", "a picture or UTF-16"),  # of PowerShell
     ("a.jsonl", GOOD, "--files a.jsonl --files b", "--files b: found no file"),
-    ("a.parquet", {"id": [1], "body": ["A"]}, "", "columns ['id', 'body'], expected text: see"),
-    ("a.parquet", {"text": ["A"], "id": [5]}, "--text_key id", "expected a text: see --text"),
-    ("a.parquet", {"text": pyarrow.array([], "string")}, "--val_share 0", "no training tokens"),
-    ("a.jsonl", GOOD + b'{"text": "cut', "--tokenizer 300", "a.jsonl: line 2: expected lines like"),
+    ("a.parquet", {"id": [1], "body": ["A"]}, "", "expected the columns ['text'] (--text_key), found ['id', 'body']"),
+    ("a.parquet", {"text": ["A"], "id": [5]}, "--text_key id", """row 1: expected a text as 'id' (--text_key), found {'id': 5}"""),
+    ("a.parquet", {"text": pyarrow.array([], "string")}, "--val_share 0", "no tokens"),
+    ("a.jsonl", GOOD + b'{"text": "cut', "--tokenizer 300", "a.jsonl: row 2 is no JSON: Unterminated string starting at: line 1 column 10"),
     ("a.Parquet", {"text": pyarrow.array([b"A", b"\xff"]).view("string")}, "", "UnicodeDecode"),
+    ("a.jl", GOOD * 2, "", ["a", "a"]),  # of Scrapy
+    ("wiki_00", GOOD * 2, "", ["a", "a"]),  # of WikiExtractor
+    ("a.jsonl-00000-of-00002", b'\n{ "text" : "a"}\n', "", ["a"]),  # of TensorFlow Datasets
+    ("a.gdoc", b'{"url": "x"}', "", """row 1: expected the key 'text' (--text_key), found ['url']"""),
+    ("a.ipynb", b'{\n "cells": []\n}', "", """row 1: expected the key 'text' (--text_key), found ['cells']"""),
+    ("a.json", b'{\n  "text": "a"\n}\n', "", ["a"]),  # of jq
+    ("a.json", b'{\r\n  "text": "a",\r\n}\r\n', "", "JSONDecodeError: Illegal trailing comma" if sys.version_info >= (3, 13) else "JSONDecodeError: Expecting property name"),
+    ("a.jsonl", b'["a"]\n["b"]\n', "", "Extra data: line 2 column 1"),
+    ("a.jsonl", GOOD + b"5\n", "", """row 2: expected the key 'text' (--text_key), found 5"""),
+    ("a.jsonl", GOOD + b'{"text": NaN}\n' + GOOD, "", ["a", "a"]),  # of pandas
+    ("a.jsonl", b'{"q": "B", "a": "C"}\n{"q": null, "a": null}\n{"q": null, "a": "D"}\n', r"--text_key Q:{q}\nA:{{{a}}}.", ["Q:B\nA:{C}.", "Q:\nA:{D}."]),
+    ("a.csv", b"q,a\nB,C\n,\n,D\n", r"--text_key {q}-{a}", ["B-C", "-D"]),
+    ("a.parquet", {"q": ["B", None], "a": ["C", None]}, r"--text-key={q}-{a}", ["B-C"]),
+    ("a.parquet", {"q": ["B"], "a": ["C"]}, "--text_key {q}{b}", "expected the columns ['q', 'b'] (--text_key), found ['q', 'a']"),
+    ("a.jsonl", GOOD, "--text_key {text", "is written {{ or }}"),
+    ("a.csv", b'id, text\n1, "A, b"\nid, text\n2, C\n', "", ["A, b", "C"]),
 ]  # fmt: skip
 
 
@@ -696,35 +722,68 @@ def test_what_strangers_bring(name, content, options, expected, tmp_path, monkey
         assert read_split(tmp_path / "out", "train") == to_tokens(expected)
 
 
-@needs_data
-def test_what_to_run_next_suits_the_amount():
-    prompt = ' --log_dir log/m --prompt="A b"'
-    d6 = f"{prompt} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps 245 --val_every 25"
-    tune = f"{prompt} --init_from gpt2 --total_batch_size 16384 --max_steps 184 --val_every 19"
-    muon = f"{prompt} --optimizer muon --max_steps "  # of 2**17 tokens for 10**8: five epochs
-    for tokenizer, train, expected in (
-        ("bytes", 10**6, [f"{prompt} --quickstart --val_tokens 100000", d6]), ("gpt2", 10**6, [tune]),
-        ("gpt2", 10**8, [f"{muon}3814"]), ("gpt2", 2_499_999_999, [f"{muon}19069"]), ("gpt2", 10**10, [prompt]),
-    ):  # fmt: skip
-        args = fineweb.parse_args(["--files", "x", "--out", "a d/m", "--tokenizer", tokenizer])
-        sizes = {"train_000000.npy": {"tokens": train}, "val_000000.npy": {"tokens": train // 10}}
-        vocab_size = fineweb.get_tokenizer(tokenizer).n_vocab
-        said = fineweb.suggest(args, {"shards": sizes, "vocab_size": vocab_size}, "A b")
-        commands = [f'python train_gpt2.py --data_dir "a d/m"{flags}' for flags in expected]
-        assert said.splitlines()[1::2] == commands and said.splitlines()[-2][-1] == ":"
-        assert ("next, on a CPU (a small model" in said) == (tokenizer == "bytes")
-        assert ("--tokenizer 2048" in said) == (expected == [tune]), "it is too slow for a CPU"
-    meta = {"shards": {"train_000000.npy": {"tokens": 3000}}, "vocab_size": 50257}
-    line = fineweb.suggest(args, meta, "A")
-    assert " --val_every 0 " in line and "--val_every 1" not in line
-    args = fineweb.parse_args(["--files", "x", "--out", ".", "--tokenizer", "8192"])
-    for vocab_size, is_small in ((8192, True), (8193, False)):
-        line = fineweb.suggest(args, meta | {"vocab_size": vocab_size}, "A")
-        assert ("--quickstart" in line) == is_small, "a CPU is enough for few tokens"
-        assert f"--data_dir . --log_dir log/{Path.cwd().name} " in line
+OWN, HUB, WEB = "--files x", "--dataset me/docs", "--dataset HuggingFaceFW/fineweb-edu"
+PROMPT = ' --prompt="A b"'
+CPU = f"{PROMPT} --quickstart --max_steps"
+D6 = f"{PROMPT} --optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps"
+TUNE = f"{PROMPT} --init_from gpt2 --total_batch_size 16384 --max_steps"
+MUON = " --optimizer muon --max_steps"
+SUGGESTIONS = [  # source, tokens in the vocabulary, to train, to validate, flags on a CPU, on a GPU
+    (OWN, 257, 10**4, 2000, f"{CPU} 800 --val_every 81 --val_tokens 2000", f"{D6} 3 --val_every 1"),
+    (OWN, 257, 300_000, 9**9, f"{CPU} 1171 --val_every 118 --val_tokens 500000", f"{D6} 74 --val_every 8"),
+    (OWN, 8192, 10**7, 1025, f"{CPU} 4000 --val_every 401 --val_tokens 1025", f"{D6} 2442 --val_every 245"),
+    (OWN, 257, 10**6, 1024, f" --val_tokens 0{CPU} 3906 --val_every 391", f" --val_tokens 0{D6} 245 --val_every 25"),
+    (OWN, 8193, 10**6, 2000, None, f"{D6} 245 --val_every 25"),
+    (OWN, 50257, 10**6, 2000, None, f"{TUNE} 184 --val_every 19"),
+    (HUB, 50257, 10**6, 2000, None, f"{TUNE} 184 --val_every 19"),
+    (OWN, 257, 10**8, 2000, None, f"{PROMPT}{MUON} 3813"),
+    (OWN, 50257, 2_499_999_999, 2000, None, f"{PROMPT}{MUON} 19069"),
+    (HUB, 50257, 10**8, 2000, None, f"{PROMPT}{MUON} 1000"),
+    (WEB, 50257, 135 * 10**6, 2000, None, f"{MUON} 2000"),  # as README has them
+    (WEB, 50257, 540 * 10**6, 2000, None, f"{MUON} 4000"),
+    (WEB, 50257, 25 * 10**8, 2000, None, ""),
+    (OWN, 257, 25 * 10**8, 0, None, " --val_tokens 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source, vocab_size, train, val, on_cpu, on_gpu", SUGGESTIONS)
+def test_what_to_run_next_suits_the_texts(source, vocab_size, train, val, on_cpu, on_gpu):
+    tokenizer = "gpt2" if vocab_size == 50257 else "bpe"
+    meta = {"tokenizer": tokenizer, "vocab_size": vocab_size}
+    args = fineweb.parse_args([*source.split(), "--out", "a d/m"])
+    lines = fineweb.suggest(args, meta, train, val, "A b").splitlines()
+    command = 'python train_gpt2.py --data_dir "a d/m" --log_dir "log/m"'
+    assert lines[1::2] == [f"{command}{flags}" for flags in (on_cpu, on_gpu) if flags is not None]
+    assert all(line[-1] == ":" for line in lines[::2])
+    assert ("--tokenizer 2048" in lines[0]) == (on_cpu is None and train < 10**8)
+
+
+def test_the_log_dir_has_the_name_of_the_shards():
+    args = fineweb.parse_args(["--files", "x", "--out", "."])
+    assert f"--data_dir . --log_dir log/{Path.cwd().name} " in fineweb.suggest(
+        args, {}, 10**10, 0, ""
+    )
+
+
+def test_a_text_to_measure_a_model_with(tmp_path, capsys, monkeypatch):
+    """All of it validates, and the printed command evaluates a model that has its tokens."""
+    monkeypatch.chdir(tmp_path)
+    files = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 900)
+    build(files, tmp_path / "mine")
+    assert main("--data_dir", "mine", "--max_steps", 1) == 0
+    capsys.readouterr()
+    printed = command_line(
+        files, tmp_path / "test", capsys, "--val_share", 1, "--tokenizer", "mine"
+    )
+    assert "\n0 tokens to train and 9,000 to validate, of 0.90 bytes each\n" in printed
+    [command] = re.findall(r"^python train_gpt2.py (.*)", printed, re.M)
+    assert command == f"--data_dir {tmp_path}/test --init_from log --max_steps 0 --val_tokens 9000"
+    assert main(*shlex.split(command)) == 0
+    assert re.search(r"step +\d/\d \| val loss: [\d.]+ \| bits per byte", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("text, prompt", {
+    "Donaudampfschifffah m": "Donaudampfschifffah",
     "Beta gamma delta ": "Beta gamma", "Beta " + "x" * 20: "Beta xxxxxxxxxxxxxxx", "你好" * 99: "你好" * 10,
     "Donaudampfschifffahrtsgesellschaft m b H ": "Donaudampfschifffahr", "----- a ": "----- a",
     "\n\n\"Oh!\" he said": "Oh he", r"{%if%} `x` $HOME! \n": "{ if",
@@ -732,7 +791,7 @@ def test_what_to_run_next_suits_the_amount():
 def test_the_prompt_begins_a_document_and_pastes_into_any_shell(text, prompt, tmp_path, capsys):
     files = write_jsonl(tmp_path / "a.jsonl", [text * 19999])
     out = command_line(files, tmp_path / "out", capsys)
-    assert f' --prompt="{prompt}" --quickstart --val_tokens ' in out
+    assert f' --prompt="{prompt}" --quickstart ' in out
     assert "'" not in out, "cmd.exe knows no other quotes"
 
 
@@ -792,20 +851,73 @@ def test_four_starts_at_once_end_with_the_same_shards(tmp_path):
     assert contents(outs.pop()) == contents(build(files, tmp_path / "whole", *OPTIONS))
 
 
-def test_tokens_that_fit_badly_are_named_with_a_better_command(tmp_path, capsys, monkeypatch):
-    files = tmp_path / "a b.jsonl"
-    files.write_text('{"body": "A"}\n' * 99)
+def test_tokens_that_fit_badly_are_named(tmp_path, capsys, monkeypatch):
+    files = write_jsonl(tmp_path / "a.jsonl", ["A"] * 99)
     enc = fineweb.get_tokenizer("bytes")
     monkeypatch.setattr(fineweb, "get_tokenizer", lambda name: enc)
     for size, tokenizer in ((2.9, "gpt2"), (3.0, "gpt2"), (1.0, "bytes")):
         text = "x" * round(2 * size * 99)
         monkeypatch.setattr(enc, "decode", lambda tokens, text=text: text)
-        out = tmp_path / f"{size} {tokenizer}"
-        build(files, out, "--text_key", "body", "--tokenizer", tokenizer)
-        printed = capsys.readouterr().out
-        command = re.search(r"\npython fineweb.py (.*)\n", printed)
-        assert bool(command) == (size == 2.9) and "'" not in printed[printed.find("python") :]
-        if command:
-            args = fineweb.parse_args(shlex.split(command[1]))
-            assert (args.files, args.text_key, args.tokenizer) == ([str(files)], "body", "4096")
-            assert args.out == f"{out}_4096"
+        build(files, tmp_path / f"{size} {tokenizer}", "--tokenizer", tokenizer)
+        is_named = "fit these texts badly: add --tokenizer 4096" in capsys.readouterr().out
+        assert is_named == (size == 2.9)
+
+
+def test_an_edit_is_seen_wherever_it_is(tmp_path):
+    """Also behind the first 64 KB of a file whose size stays the same."""
+    files = tmp_path / "a.txt"
+    files.write_text("a line of text\n" * 20_000)
+    out = build(files, tmp_path / "out")
+    files.write_text("a line of text\n" * 19_999 + "a line of TEXT\n")
+    assert "a.txt (before: " in refuse(files, out)
+
+
+def test_a_sample_of_parquet_is_spread_over_its_rows(tmp_path):
+    """The texts may take less space than other columns, and come before them."""
+    texts = [f"{k} {'x' * 99}" for k in range(1000)]
+    table = pyarrow.table({"text": texts, "picture": [os.urandom(2000) for _ in texts]})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    files = {str(tmp_path / "a.parquet"): [(tmp_path / "a.parquet").stat().st_size, ""]}
+    with patch.object(fineweb, "SAMPLE_SIZE", 20_000):
+        rows = [int(text.split()[0]) for text in fineweb.sample_texts(files, "text")]
+    assert 190 <= len(rows) <= 210 and 480 < np.mean(rows) < 520
+
+
+def test_no_unfinished_file_stays(tmp_path, monkeypatch, capsys):
+    """A full disk leaves none and is named, and what kills left goes with the next success."""
+    files, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert f"{out}/meta.json cannot be written: OSError: [Errno 28] No space" in refuse(files, out)
+    assert list(out.iterdir()) == []
+    monkeypatch.undo()
+    for _ in range(2):
+        (out / "train_000000.npy.99999.unfinished").write_text("of a killed process")
+        build(files, out)
+        assert not list(out.glob("*.unfinished"))
+    assert f"{out} is made already\n" in capsys.readouterr().out
+
+
+def test_another_command_that_finishes_first_may_delete_a_temporary_file(tmp_path, monkeypatch):
+    """It is not needed then, because all files have their names already."""
+    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.iterdir()])
+    fineweb.write_file(str(tmp_path / "a.npy"), b"A")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_short_rows_and_marks_inside_texts(tmp_path, capsys, monkeypatch):
+    """The prompt is the beginning of one text. Nothing needs a stderr."""
+    files = write_jsonl(tmp_path / "a.jsonl", ["", "emma", "oli", "a<|endoftext|>b"] * 20_000)
+    monkeypatch.setattr(sys, "stderr", None)
+    printed = command_line(files, tmp_path / "out", capsys)
+    assert ' --prompt="emma" ' in printed
+    assert "\n20,000 <|endoftext|> inside texts end no document: they are read" in printed
+
+
+@pytest.mark.parametrize("words, values", {
+    "a b --out o": (["a", "b"], "o", None), "--out o a": (["a"], "o", None),
+    "--out o-o --files a-b --max-tokens 5": (["a-b"], "o-o", 5),
+    "--files a c --max-tokens=5 --out=--o-o b": (["a", "c", "b"], "--o-o", 5),
+}.items())  # fmt: skip
+def test_flags_as_people_type_them(words, values):
+    args = fineweb.parse_args(words.split())
+    assert (args.files, args.out, args.max_tokens) == values
