@@ -29,12 +29,14 @@ RUNS = {
     " --log_dir log/large": SMALL,
     "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
-    ' --prompt="First Citizen:" --quickstart --val_tokens 38912': SMALL,
+    ' --prompt="First Citizen:" --quickstart --max_steps 1365 --val_every 137 --val_tokens 38912': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
     "train_gpt2.py --init_from log/mine_2048 --export_hf folder": "",
     "fineweb.py --files more --tokenizer mine_2048 --out more_2048": "",
     "train_gpt2.py --quickstart --init_from log/mine_2048 --data_dir more_2048"
     " --log_dir log/more": SMALL,
+    "fineweb.py --files test --tokenizer mine_2048 --val_share 1 --out test_2048": "",
+    "train_gpt2.py --data_dir test_2048 --init_from log/mine_2048 --max_steps 0": "",
     "fineweb.py --files texts --out mine_gpt2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --resume": "--max_steps 4",
@@ -47,9 +49,9 @@ ON_GPU = "--optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --m
 NOT_RUN = {  # they need a GPU, or download
     "fineweb.py",
     "fineweb.py --max_tokens 150000000 --out edu_small",
-    "train_gpt2.py --data_dir edu_small --log_dir log/first --max_steps 2000 --optimizer muon",
+    "train_gpt2.py --data_dir edu_small --log_dir log/edu_small --optimizer muon --max_steps 2000",
     "fineweb.py --max_tokens 600000000 --out edu_600M",
-    "train_gpt2.py --data_dir edu_600M --log_dir log/second --max_steps 4000 --optimizer muon",
+    "train_gpt2.py --data_dir edu_600M --log_dir log/edu_600M --optimizer muon --max_steps 4000",
     "train_gpt2.py --sample --init_from gpt2",
     "train_gpt2.py --init_from gpt2 --max_steps 0",
     "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
@@ -155,7 +157,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
     Path("mine.py").write_text(Path(train_gpt2.__file__).read_text())
     write_shards(tmp_path / "edu_fineweb10B")  # instead of the 20 GB
-    for folder in ("texts", "more"):
+    for folder in ("texts", "more", "test"):
         Path(folder).mkdir()
         Path(folder, "1.txt").write_text("A text of many words. " * 500)
     for run in RUNS.items():
