@@ -82,7 +82,11 @@ def iterate_examples(path="val"):
     """Yield the examples of a .jsonl file, or of "val", the file that fetch returns: dicts of ctx,
     endings and label, mostly with ctx_a and ctx_b, the parts of ctx, and activity_label."""
     with open(fetch() if path == "val" else path, "rb") as file:
-        yield from (json.loads(line) for line in file if not line.isspace())
+        for line in file:
+            is_line = not line.startswith((b"[", b"\x1f\x8b"))
+            require(is_line, "expected an example a line, neither an array nor packed by gzip")
+            if not line.isspace():
+                yield json.loads(line)
 
 
 def clean(text):
@@ -110,6 +114,8 @@ def render_example(example, tokenizer=None, convention="build-nanogpt"):
     each with a length of its own: the context and one of the endings, where the mask is 1."""
     encode = (tokenizer or tiktoken.get_encoding("gpt2")).encode_ordinary
     context, space, endings = split_text(example, convention)
+    has_label = str(example.get("label", "")) != ""
+    require(has_label, "the test split has no labels: use the validation split")
     label = int(example["label"])  # the original file has numbers, some copies have texts
     is_whole = context and all(endings) and len(endings) == 4 and label in range(4)
     require(is_whole, "expected a context, 4 endings and a label from 0 to 3")
