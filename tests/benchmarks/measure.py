@@ -200,7 +200,7 @@ def measure_speed(args) -> None:
 
 CURVES = ROOT / "log" / "ideas"  # the logs of all runs
 # Student's t: within so many standard errors of 0, for n - 1 = 1 to 5, a mean of n differences is
-# in 19 of 20 cases if there is nothing but chance
+# in 19 of 20 cases if there is nothing but noise
 T95 = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57}
 
 
@@ -217,10 +217,10 @@ def judge(name: str, differences: list[float], steps: int) -> str:
     found = f"{name}: after {steps:,} steps, the loss is {abs(mean):.4f} nats per token {side} than"
     found += f" that of {GPT2.name}"
     if n == 1:
-        return f"{found}. With one seed, this may be chance."
-    chance = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
-    limit = f"by the spread of {n} seeds, chance gives less than {chance:.4f} in 19 of 20 cases"
-    verdict = "is more than chance" if abs(mean) > chance else "may be chance"
+        return f"{found}. With one seed, this may be noise."
+    noise = T95.get(n - 1, 2.45) * statistics.stdev(differences) / n**0.5
+    limit = f"by the spread of {n} seeds, noise stays below {noise:.4f} in 19 of 20 cases"
+    verdict = "is more than noise" if abs(mean) > noise else "may be noise"
     return f"{found}. This {verdict} ({limit})."
 
 

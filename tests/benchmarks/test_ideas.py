@@ -30,10 +30,10 @@ def test_a_difference_is_judged_by_how_much_its_seeds_differ():
     """Three differences of 0.01, 0.02 and 0.03 have a standard error of 0.0058, and t is 4.3."""
     sentence = measure.judge("mine", [0.01, 0.02, 0.03], 1250)
     assert "after 1,250 steps, the loss is 0.0200 nats per token higher" in sentence
-    assert "may be chance" in sentence and "less than 0.0248" in sentence
-    assert "is more than chance" in measure.judge("mine", [-0.02, -0.021, -0.022], 9)
+    assert "may be noise" in sentence and "below 0.0248" in sentence
+    assert "is more than noise" in measure.judge("mine", [-0.02, -0.021, -0.022], 9)
     assert "lower" in measure.judge("mine", [-0.01], 9)
-    assert "may be chance" in measure.judge("mine", [-0.01], 9)
+    assert "may be noise" in measure.judge("mine", [-0.01], 9)
     assert "the losses are those of" in measure.judge("mine", [0.0, 0.0], 9)
     assert "not a number" in measure.judge("mine", [0.01, float("nan")], 9)
 
