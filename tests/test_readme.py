@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed.run
@@ -27,18 +28,27 @@ RUNS = {
     'train_gpt2.py --sample --init_from log/quickstart --prompt "class" --temperature 0.8': "",
     "train_gpt2.py --quickstart --total_batch_size 4096 --batch_size 16 --max_steps 200"
     " --log_dir log/large": SMALL,
-    "fineweb.py --files texts --tokenizer 2048 --out mine_2048": "",
+    "train_gpt2.py --quickstart --max_steps 50 --log_dir log/check": SMALL,
+    "train_gpt2.py --quickstart --max_steps 50 --log_dir log/cpu": SMALL,
+    "train_gpt2.py --quickstart --max_steps 100 --val_every 5 --num_samples 0 --log_dir log/count": SMALL,
+    "fineweb.py texts --tokenizer 2048 --out mine_2048": "",
     "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
     ' --prompt="First Citizen:" --quickstart --max_steps 1365 --val_every 137 --val_tokens 38912': SMALL,
     "train_gpt2.py --sample --init_from log/mine_2048 --num_samples 1 --prompt -": "",
     "train_gpt2.py --init_from log/mine_2048 --export_hf folder": "",
-    "fineweb.py --files more --tokenizer mine_2048 --out more_2048": "",
+    "fineweb.py more --tokenizer mine_2048 --out more_2048": "",
     "train_gpt2.py --quickstart --init_from log/mine_2048 --data_dir more_2048"
     " --log_dir log/more": SMALL,
-    "fineweb.py --files test --tokenizer mine_2048 --val_share 1 --out test_2048": "",
-    "train_gpt2.py --data_dir test_2048 --init_from log/mine_2048 --max_steps 0": "",
-    "fineweb.py --files texts --out mine_gpt2": "",
+    "fineweb.py test --tokenizer mine_2048 --val_share 1 --out test_2048": "",
+    "train_gpt2.py --data_dir test_2048 --init_from log/mine_2048 --max_steps 0"
+    " --val_tokens 1000000000": "",
+    'fineweb.py "texts/**/*.txt" --out mine': "",
+    'fineweb.py talks.jsonl --text_key "Question: {instruction}\\nAnswer: {output}"'
+    " --tokenizer 2048 --out talks": "",
+    "fineweb.py texts --out mine_gpt2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
+    "train_gpt2.py --max_lr 1.8e-3": f"{SMALL} --model test --seq_len 16"
+    " --total_batch_size 256 --log_dir log/full",
     "train_gpt2.py --resume": "--max_steps 4",
     "train_gpt2.py --sample --init_from log": "",
     "train_gpt2.py --init_from log --max_steps 0": "",
@@ -54,11 +64,17 @@ NOT_RUN = {  # they need a GPU, or download
     "train_gpt2.py --data_dir edu_600M --log_dir log/edu_600M --optimizer muon --max_steps 4000",
     "train_gpt2.py --sample --init_from gpt2",
     "train_gpt2.py --init_from gpt2 --max_steps 0",
+    "hellaswag.py -m gpt2",
+    "train_gpt2.py --data_dir edu_small --log_dir /content/drive/MyDrive/gpt2 --optimizer muon"
+    " --max_steps 2000 --resume",
+    "train_gpt2.py --data_dir edu_small --log_dir log/edu_small --optimizer muon --max_steps 2000"
+    " --resume",
+    "train_gpt2.py --quickstart --max_steps 50 --log_dir log/mps --device mps",
+    "train_gpt2.py --data_dir edu_small --log_dir log/amd --optimizer muon --max_steps 2000"
+    " --compile off --dtype float16",
     "train_gpt2.py --data_dir mine_gpt2 --log_dir log/mine_gpt2 --init_from gpt2"
     " --total_batch_size 16384 --max_steps 200 --val_every 21",
-    "train_gpt2.py --data_dir mine_2048 --log_dir log/mine_2048"
-    f' --prompt="First Citizen:" {ON_GPU} 86 --val_every 9',
-    "fineweb.py --files texts --tokenizer 16384 --out mine_16384",
+    "fineweb.py texts --tokenizer 16384 --out mine_16384",
     f"train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 {ON_GPU} 1297 --val_every 130",
     "train_gpt2.py --sample --init_from log/mine_16384 --num_samples 1 --prompt -",
 }
@@ -71,6 +87,9 @@ CHANGES = {
     "a layer, by a flag": ("--relu", FIELDS, ">FLAGS = {\n"),
     "the optimizer": ("--optimizer nadam", '<raise UserError(f"--optimizer'),
 }
+# For each recipe that is a diff, the beginning of its heading and flags
+DIFFS = {"Dropout": "--dropout 0.1", "Label": "", "An average": "", "Checkpoints": "--keep 0"}
+DIFFS |= {"Weights & Biases": ""}
 
 
 def test_each_command_is_run_by_a_test_or_known():
@@ -98,7 +117,7 @@ def test_each_flag_exists():
 def test_torchrun_knows_its_flags():
     """torchrun's parser takes each of its command lines, those of several machines too."""
     lines = re.findall(r"torchrun (--.*?\.py\b[^&\n`]*)", README + MORE)
-    assert len(lines) == 9
+    assert len(lines) == 11
     for line in lines:
         args = torch.distributed.run.get_args_parser().parse_args(shlex.split(line, comments=True))
         assert args.training_script == "train_gpt2.py"
@@ -160,6 +179,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
     for folder in ("texts", "more", "test"):
         Path(folder).mkdir()
         Path(folder, "1.txt").write_text("A text of many words. " * 500)
+    Path("talks.jsonl").write_text('{"instruction": "Why?", "output": "Because."}\n' * 500)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
         call(importlib.import_module(script.removesuffix(".py")).main, argv)
@@ -179,6 +199,31 @@ def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
         new = {">": f"{old}    {code}\n", "<": f"{code}\n        {old}", "=": code}[place[0]]
         before, after = source.split(old)  # it stands there once
         source = before + new + after
+    train_and_resume(source, flags, tmp_path, monkeypatch, shards)
+
+
+def test_each_diff_has_a_row():
+    assert MORE.count("```diff") == len(DIFFS)
+
+
+@pytest.mark.parametrize("heading", DIFFS)
+def test_each_diff_applies_trains_and_resumes(heading, tmp_path, monkeypatch, shards):
+    """Each part of a diff, which begins with @@, has lines that stand in the script once."""
+    wandb = SimpleNamespace(init=lambda **_: None, log=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    [diff] = re.findall(rf"(?ms)^### {heading}[^\n]*\n(?:[^`#]+\n)?\n```diff\n(.*?)```", MORE)
+    source = (ROOT / "train_gpt2.py").read_text()
+    for part in re.split(r"(?m)^@@.*\n", diff)[1:]:
+        lines = part.splitlines(keepends=True)
+        old = "".join(line[1:] for line in lines if line[0] != "+")
+        new = "".join(line[1:] for line in lines if line[0] != "-")
+        before, after = source.split(old)
+        source = before + new + after
+    train_and_resume(source, DIFFS[heading], tmp_path, monkeypatch, shards)
+
+
+def train_and_resume(source: str, flags: str, tmp_path, monkeypatch, shards):
+    """Train two steps with this text of the script, and then two more."""
     (tmp_path / "train_gpt2.py").write_text(source)
     spec = importlib.util.spec_from_file_location("changed", tmp_path / "train_gpt2.py")
     changed = importlib.util.module_from_spec(spec)
@@ -188,3 +233,14 @@ def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
     argv = [*FLAGS, *f"--data_dir {shards} --log_dir {tmp_path}/log {flags}".split()]
     call(changed.main, [*argv, "--max_steps", "2"])
     call(changed.main, [*argv, "--max_steps", "4", "--resume"])
+
+
+def test_tokens_that_are_no_text_train_and_are_drawn(tmp_path, monkeypatch, capsys):
+    """RECIPES' knight: shards of other symbols train, and their tokenizer prints samples."""
+    monkeypatch.chdir(tmp_path)
+    [code] = re.findall(r"(?s)```python\n(import json.*?)```", MORE)
+    exec(code.replace("8000", "1000"), {})
+    [command] = re.findall(r"python train_gpt2.py (.*--data_dir knight .*)", MORE)
+    flags = "--max_steps 2 --save_every 0 --num_samples 1 --max_new_tokens 4 --val_tokens 640"
+    call(train_gpt2.main, [*shlex.split(command), *flags.split()])
+    assert "tokens of knight" in capsys.readouterr().out
