@@ -162,16 +162,18 @@ def test_the_code_on_the_first_screen_is_that_of_the_script():
     assert "# ---- generation and evaluation" in script.splitlines()[int(lecture) - 1]
 
 
-def call(main, argv: list[str]):
-    """Run a script's main, and require that it succeeds."""
+def call(main, argv: list[str], capsys):
+    """Run a script's main, and require that it succeeds, or skip the test at a download."""
     try:
         main(argv)
     except SystemExit as end:
+        if "tokens cannot be loaded" in capsys.readouterr().err:
+            pytest.skip(f"{argv} downloads GPT-2's tokens")
         assert end.code in (0, None), argv
 
 
 @pytest.mark.slow
-def test_each_command_does_its_work(tmp_path, monkeypatch):
+def test_each_command_does_its_work(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Once\n"))
@@ -183,7 +185,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch):
     Path("talks.jsonl").write_text('{"instruction": "Why?", "output": "Because."}\n' * 500)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
-        call(importlib.import_module(script.removesuffix(".py")).main, argv)
+        call(importlib.import_module(script.removesuffix(".py")).main, argv, capsys)
     assert Path("folder", "model.safetensors").is_file() and Path("log", "model_00004.pt").is_file()
 
 
