@@ -46,7 +46,7 @@ HOST = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     ({"WORLD_SIZE": "1"}, True), ({"RANK": "1", "WORLD_SIZE": "2"} | HOST, True),
     ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1", "WORLD_SIZE": "2"} | HOST, True),  # srun torchrun
     ({"SLURM_STEP_NUM_TASKS": "8"}, False), ({"OMPI_COMM_WORLD_SIZE": "8"}, False),
-    ({"PMI_SIZE": "8"}, False), ({"WORLD_SIZE": "2"}, False), ({"WORLD_SIZE": "two"}, False),
+    ({"PMI_SIZE": "8"}, False), ({"WORLD_SIZE": "2"}, False), ({"WORLD_SIZE": "two"}, False), ({"RANK": "3"}, False),
     ({"RANK": "0", "WORLD_SIZE": "2"}, False), ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x"}, False),
 ])  # fmt: skip
 def test_several_processes_are_started_by_torchrun(environment, is_taken, monkeypatch):
@@ -137,8 +137,8 @@ def test_defaults_follow_the_device(monkeypatch, device, capability, dtype, prec
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(train_gpt2, "triton", "installed")
-    monkeypatch.setenv("RANK", "9")
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, value in (HOST | {"RANK": "9", "WORLD_SIZE": "1"}).items():
+        monkeypatch.setenv(name, value)
     if is_gpu:
         monkeypatch.setenv("LOCAL_RANK", "2")
         with pytest.raises(UserError, match="process 2 of this machine: found 2 GPUs"):

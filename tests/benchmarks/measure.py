@@ -175,17 +175,20 @@ def write_random_tokens(folder: str) -> None:
 
 
 def measure_speed(args) -> None:
-    """Time steps of each script, size of a step and number of GPUs, in turn. A GPU at its power limit
-    computes at a speed that depends on the weights: --flags="--max_lr 0" leaves them as they are."""
+    """Time steps of each script, size of a step and number of GPUs, in turn, and say how long longer
+    runs take. Without a GPU, time steps of one sequence. A GPU at its power limit computes at a speed
+    that depends on the weights: --flags="--max_lr 0" leaves them as they are."""
     results = Results(args)
     gpus = list_gpus()
     paths = [TRAIN, *args.beside]
     always = "--val_every 0 --save_every 0"
+    if not gpus:
+        args.tokens = [1024]  # two minutes of a laptop
     with tempfile.TemporaryDirectory() as folder:
         write_random_tokens(folder)
         for turn, n, tokens, path in product(range(args.turns), args.gpus, args.tokens, paths):
             assert n <= max(1, len(gpus)), f"--gpus {n}: this machine has {len(gpus)}"
-            steps = max(12, args.seconds * n * 550_000 // tokens)
+            steps = max(12, args.seconds * n * 550_000 // tokens) if gpus else 3
             flags = f"--data_dir {folder} {always} --total_batch_size {tokens} --max_steps {steps}"
             log = run_script(path.read_text(), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
             case = {"GPUs": n, "B": log["B"], "tokens": tokens, "script": path.name}
@@ -193,6 +196,14 @@ def measure_speed(args) -> None:
             values = {unit: log[unit] for unit in ("ms", "GiB", "s without steps") if unit in log}
             other = {} if path == TRAIN else {"commit": path.stem}
             results.add(case, values, **other)
+            for name, total in (("131M", 131e6), ("524M", 524e6), ("10B", 1e10)):
+                hours = total / tokens * log["ms"] / 1000 / 3600
+                time = f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.0f} days"
+                print(
+                    f"{name} tokens: {60 * hours:.0f} minutes"
+                    if hours < 1
+                    else f"{name} tokens: {time}"
+                )
 
 
 # ---- ideas --------------------------------------------------------------------------------------
