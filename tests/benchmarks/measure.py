@@ -191,19 +191,14 @@ def measure_speed(args) -> None:
             steps = max(12, args.seconds * n * 550_000 // tokens) if gpus else 3
             flags = f"--data_dir {folder} {always} --total_batch_size {tokens} --max_steps {steps}"
             log = run_script(path.read_text(), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
-            case = {"GPUs": n, "B": log["B"], "tokens": tokens, "script": path.name}
+            case = {"GPUs": n * bool(gpus), "B": log["B"], "tokens": tokens, "script": path.name}
             case |= {"flags": args.flags, "turn": turn}
             values = {unit: log[unit] for unit in ("ms", "GiB", "s without steps") if unit in log}
             other = {} if path == TRAIN else {"commit": path.stem}
             results.add(case, values, **other)
             for name, total in (("131M", 131e6), ("524M", 524e6), ("10B", 1e10)):
-                hours = total / tokens * log["ms"] / 1000 / 3600
-                time = f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.0f} days"
-                print(
-                    f"{name} tokens: {60 * hours:.0f} minutes"
-                    if hours < 1
-                    else f"{name} tokens: {time}"
-                )
+                minutes = total / tokens * log["ms"] / 1000 / 60
+                print(f"{name} tokens would take {minutes:,.0f} minutes")
 
 
 # ---- ideas --------------------------------------------------------------------------------------

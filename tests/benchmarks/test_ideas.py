@@ -79,6 +79,27 @@ def test_ideas_are_compared_with_the_script(tmp_path, monkeypatch, capsys):
         call(monkeypatch, *argv, "--no-base")
 
 
+@pytest.mark.parametrize("gpus, tokens, steps", [(["0"], 65536, 67), ([], 1024, 3)])
+def test_a_speed_says_how_long_a_run_takes(gpus, tokens, steps, tmp_path, monkeypatch, capsys):
+    """Without a GPU, three steps of one sequence are timed, and B is what the script chooses."""
+    started = []
+
+    def fake_run(script, flags, folder, gpu):
+        started.append(flags)
+        decide(["--device", "cpu", *flags.split()])  # exits if the script does not have them
+        return {"B": 1, "ms": 100.0, "s without steps": 9.0}
+
+    monkeypatch.setattr(measure, "run_script", fake_run)
+    monkeypatch.setattr(measure, "list_gpus", lambda: gpus)
+    flags = ("--results", tmp_path, "--turns", 1, "--tokens", 65536, "--flags=--model d24")
+    call(monkeypatch, "speed", *flags)
+    out = capsys.readouterr().out
+    minutes = 10**10 / tokens / 10 / 60
+    assert f"10B tokens would take {minutes:,.0f} minutes" in out
+    assert f"--total_batch_size {tokens} --max_steps {steps} --model d24" in started[0]
+    assert "batch_size" not in started[0].replace("total_batch_size", "")
+
+
 def test_shakespeare_is_divided_as_nanogpt_divides_it(tmp_path, monkeypatch, capsys):
     """The last tenth of the text is for validation. Each run is a row with its time and loss."""
     text = tmp_path / "input.txt"
