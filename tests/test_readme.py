@@ -77,7 +77,7 @@ NOT_RUN = {  # they need a GPU, or download
     " --total_batch_size 16384 --max_steps 200 --val_every 21",
     "fineweb.py texts --tokenizer 16384 --out mine_16384",
     f"train_gpt2.py --data_dir mine_16384 --log_dir log/mine_16384 {ON_GPU} 1297 --val_every 130",
-    "train_gpt2.py --sample --init_from log/mine_16384 --num_samples 1 --prompt -",
+    "train_gpt2.py --sample --init_from log/mine_16384 --num_samples 1 --prompt - --temperature 0.7",
 }
 # Flags, and for each code of a recipe the text behind (>), before (<) or for (=) which it goes
 FIELDS = ">or your own, as its name and all its tokens in hex\n"
@@ -110,7 +110,7 @@ def test_each_flag_exists():
     known |= set(re.findall(r'add\("(?:-\w", ")?--(\w+)"', sources))
     others = "standalone nproc_per_node nnodes max_restarts rdzv_backend rdzv_endpoint rdzv_id"
     others += " local_addr shutdown_timeout nodes ntasks gpus cpus time requeue open signal relu"
-    others += " check help index base model_args tasks outfile headless convert"
+    others += " check help index base model_args tasks outfile headless convert find force"
     assert set(re.findall(r"(?<!\w)--(?:no-)?(\w+)", README + MORE)) <= known | {*others.split()}
 
 
