@@ -36,8 +36,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from string import Formatter
 from threading import Thread, local
@@ -53,11 +52,13 @@ META_VERSION = 11  # raised whenever a folder of an older version cannot be cont
 EOT = "<|endoftext|>"
 BATCH_SIZE = 2**18  # characters that a thread encodes at a time, in ~0.02 s
 SAMPLE_SIZE = 2**25  # bytes of text to train a tokenizer: Chinese takes 3 GB and a minute
-# GPT-2's pattern of a word, but with the marks in it, such as vowels of Hindi, Thai or Arabic.
-# A token never reaches beyond a word. DNA and Chinese have no blanks, so a word ends after 64
-# characters at the latest
+# GPT-2's pattern of a word, but with combining characters, such as vowels of Hindi. No token goes
+# beyond a word. DNA and Chinese have no blanks, so a word has at most 64 characters
 WORD = r"'(?:[sdmt]|ll|ve|re)| ?[\p{L}\p{M}]{1,64}| ?\p{N}{1,64}| ?[^\s\p{L}\p{M}\p{N}]{1,64}"
 WORD += r"|\s{1,64}(?!\S)|\s"
+# GPT-2's pattern always splits a text between a visible character and a blank or line end, so what
+# is cut there has the tokens of the whole. `.*` matches all it can: up to the last such place
+UNTIL_BREAK = re.compile(r"(?s:.*\S)(?=[ \r\n])")
 ADVICE = "undo this, choose another --out, or delete the folder to start over"
 
 
@@ -90,10 +91,10 @@ def write_file(path: str, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())  # or a power failure could leave the name without content
-            with suppress(FileNotFoundError):  # main of the one that finishes first deletes it
+            with suppress(FileNotFoundError):  # another process that made all has deleted it
                 os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)  # it is still there after a failure
+        finally:  # it is still there if the disk is full. What kills leave is deleted by main
+            Path(temporary).unlink(missing_ok=True)
 
 
 def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
@@ -118,11 +119,10 @@ def get_tokenizer(tokenizer: str) -> tiktoken.Encoding:
 
 
 def list_files(args: Namespace) -> dict[str, list]:
-    """Return the dataset's files in order: {address: [size, what changes with the content]}. Sizes
-    on the hub are not known, so all files count the same."""
+    """Return the dataset's files in order: {address: [size, what changes with the content]}."""
     if args.dataset == "pydocs":
         return {"pydocs": [1, sys.version]}
-    if args.dataset:
+    if args.dataset:  # the sizes are not known, so all files count the same
         return {address: [2**30, address] for address in find_on_hub(args.dataset, args.name)}
     files = {}
     named = set(map(os.path.abspath, args.files))
@@ -162,7 +162,6 @@ def walk(top: str) -> list[str]:
         return [top]
     paths = []
     seen = set()  # folders, because links may lead back
-    # onerror tells of folders that may not be read
     for folder, subfolders, names in os.walk(top, onerror=print, followlinks=True):
         if os.path.realpath(folder) in seen:
             subfolders.clear()  # os.walk goes no deeper here
@@ -185,21 +184,18 @@ def find_on_hub(dataset: str, name: str | None) -> list[str]:
 
 
 def read_file(address: str, text_key: str) -> Iterator[tuple]:
-    """Yield (text, whether it begins a document, share of the file that was read). A text of more
-    than BATCH_SIZE characters comes in parts."""
+    """Yield (text or part of a long one, whether it begins a document, share of the file read)."""
     if address == "pydocs":
         yield from ((text, True, 1.0) for text in read_pydocs())
         return
-    name, packing = os.path.splitext(address.lower())
-    ending = os.path.splitext(name)[1] if packing in (".gz", ".xz", ".zst") else packing
     template = split_key(text_key)
     with naming(address), open(fetch(address), "rb") as file:
         is_pointer = file.peek(1).startswith(b"version https://git-lfs")
         require(not is_pointer, "it is a pointer of Git LFS: run git lfs pull in its folder")
-        if ending == ".parquet":
+        if address.lower().endswith(".parquet"):
             texts = read_parquet(file, template)
         else:
-            texts = read_text(file, template, ending, packing)
+            texts = read_text(file, template, address)
         for text, begins, share in texts:
             if text is None:  # the row has none
                 continue
@@ -232,8 +228,7 @@ def read_parquet(file: io.BufferedIOBase, template: list[tuple]) -> Iterator[tup
     table = parquet.ParquetFile(file, buffer_size=2**22, pre_buffer=False)
     found = table.schema_arrow.names
     columns = [key for _, key in template if key is not None]
-    is_known = set(columns) <= set(found)
-    require(is_known, f"expected the columns {columns} (--text_key), found {found}")
+    require({*columns} <= {*found}, f"expected the columns {columns} (--text_key), found {found}")
     batches = table.iter_batches(128, columns=columns)  # ~0.6 MB of FineWeb each
     rows = (row for batch in batches for row in batch.to_pylist())
     for number, row in enumerate(rows, 1):
@@ -242,15 +237,19 @@ def read_parquet(file: io.BufferedIOBase, template: list[tuple]) -> Iterator[tup
         yield text, True, number / table.metadata.num_rows
 
 
-def read_text(file: io.BufferedReader, template, ending: str, packing: str) -> Iterator[tuple]:
+def read_text(file: io.BufferedReader, template: list[tuple], address: str) -> Iterator[tuple]:
     """Yield (text or None, whether it begins a document, share that was read) of another file."""
     size = os.path.getsize(file.name)
-    if packing == ".zst":
+    content = file
+    stem, ending = os.path.splitext(address.lower())
+    if ending == ".zst":
         import pyarrow  # unlike zstandard's, its stream notices a truncated file
 
         content = io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-    else:
-        content = {".gz": gzip.open, ".xz": lzma.open}.get(packing, io.BufferedReader)(file)
+    elif ending in (".gz", ".xz"):
+        content = {".gz": gzip.open, ".xz": lzma.open}[ending](file)
+    if content is not file:
+        ending = os.path.splitext(stem)[1]  # .csv of .csv.gz
     start = content.peek(1).lstrip(b"\xef\xbb\xbf \t\r\n")  # peek(1) returns 8 KB
     is_binary = b"\0" in start or start.startswith((b"%PDF", b"{\\rtf", b"\xff\xfe", b"\xfe\xff"))
     require(not is_binary, "it is packed, a document, a picture or UTF-16 (see .github/HELP.md)")
@@ -270,34 +269,33 @@ def read_text(file: io.BufferedReader, template, ending: str, packing: str) -> I
 def read_txt(lines: io.TextIOWrapper) -> Iterator[tuple]:
     """Yield (part, whether it begins a document), because a document may not fit in the memory.
 
-    "One.<|endoftext|>\\nTwo.\\n<|endoftext|>\\n" holds the documents "One." and "Two.\\n".
-    """
-    mark = f"{EOT}\n"
+    "One.<|endoftext|>\\nTwo.\\n<|endoftext|>\\n" holds the documents "One." and "Two.\\n"."""
+    separator = f"{EOT}\n"
     text = ""  # what was read, but not yielded yet
     begins = True  # whether the next part begins a document
-    blocks = iter(partial(lines.read, BATCH_SIZE), "")
-    for block in chain(blocks, [None]):
-        if block is None:  # the end of the file ends a document, too
-            block = mark
+    at_end = False
+    while not at_end:
+        block = lines.read(BATCH_SIZE)
+        at_end = not block
+        if at_end:  # which ends a document, too
+            block = separator
             text = text.removesuffix(EOT)
-        *ends, text = (text + block).split(mark)
+        *ends, text = (text + block).split(separator)
         for end in ends:
             if end.strip() or not begins:  # no blank documents
                 yield end, begins
             begins = True
-        # The last characters wait, because a mark may begin there, which the next block completes
-        waiting = text[-len(EOT) :]
-        *parts, last = cut(text.removesuffix(waiting))
+        # The last characters wait: they may begin a separator, which the next block completes
+        *parts, last = cut(text[: -len(EOT)])
         for part in parts:
             yield part, begins
             begins = False
-        text = last + waiting
+        text = last + text[-len(EOT) :]
 
 
 def read_json(lines: io.TextIOWrapper, template: list[tuple], start: bytes) -> Iterator[tuple]:
-    """Yield the texts of a file with a record on each line. An array, and an object that begins
-    with { alone in a line, are read at once."""
-    if re.match(rb"\[|\{\s*[\r\n]", start):
+    """Yield the texts of a file with a record on each line, or with one array or record in all."""
+    if re.match(rb"\[|\{\s*[\r\n]", start):  # an array, or a record on several lines
         whole = json.load(lines)
         records = whole if isinstance(whole, list) else [whole]
     else:
@@ -341,9 +339,7 @@ def read_csv(lines: io.TextIOWrapper, template: list[tuple], ending: str) -> Ite
 def split_key(text_key: str) -> list[tuple]:
     """Return --text_key as its keys, each with the characters before it.
 
-    "text" is [("", "text")], and "Q: {question}\\nA: {answer}." is
-    [("Q: ", "question"), ("\\nA: ", "answer"), (".", None)].
-    """
+    "text" is [("", "text")], and "Q: {q}\\n{a}." is [("Q: ", "q"), ("\\n", "a"), (".", None)]."""
     if "{" not in text_key:
         return [("", text_key)]
     pieces = Formatter().parse(text_key.replace("\\n", "\n"))  # not each shell has line ends
@@ -406,7 +402,7 @@ def find_docstrings(node: ast.AST, name: str) -> Iterator[str]:
             yield from find_docstrings(child, f"{name}.{child.name}")
 
 
-# ---- a tokenizer of one's own --------------------------------------------------------------------
+# ---- from texts to tokens ------------------------------------------------------------------------
 
 
 def choose_tokenizer(args: Namespace, files: dict[str, list]) -> str:
@@ -443,7 +439,7 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     from tokenizers import Regex, Tokenizer, models, trainers
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    print(f"training a tokenizer of {size} tokens from up to 34 MB of text", flush=True)
+    print(f"training a tokenizer of {size} tokens from {SAMPLE_SIZE >> 20} MiB at most", flush=True)
     bpe = Tokenizer(models.BPE())
     words = Split(Regex(WORD), "isolated")
     bpe.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -463,9 +459,6 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
     tokens = " ".join(bytes(byte_of[c] for c in token).hex() for token in tokens)
     digest = hashlib.sha256(tokens.encode()).hexdigest()
     return f"bpe-{count}-{digest[:6]} {tokens}"
-
-
-# ---- from texts to tokens ------------------------------------------------------------------------
 
 
 class Position(NamedTuple):
@@ -512,15 +505,11 @@ def read_batches(args: Namespace, files: dict[str, list], start: Position) -> It
 
 
 def cut(text: str) -> Iterator[str]:
-    """Yield a text in parts of at most BATCH_SIZE characters."""
-    # tiktoken's regular expression gives up after a million blanks in a row
-    # GPT-2's pattern always splits a text between a visible character and a blank or line end, so
-    # the parts have the tokens of the whole. `.*` matches all it can: up to the last such place
-    until_break = re.compile(r"(?s:.*\S)(?=[ \r\n])")
+    """Yield a text in parts of up to BATCH_SIZE characters: tiktoken fails at a million blanks."""
     start = 0
     while len(text) - start > BATCH_SIZE:
         end = start + BATCH_SIZE  # DNA or a million blanks have no good place to cut
-        if found := until_break.match(text, start, end):
+        if found := UNTIL_BREAK.match(text, start, end):
             end = found.end()
         yield text[start:end]
         start = end
@@ -530,7 +519,7 @@ def cut(text: str) -> Iterator[str]:
 def encode(enc: tiktoken.Encoding, batch: list[tuple]) -> np.ndarray:
     """Return the tokens of a batch."""
     together = "".join([EOT * begins + text for text, begins in batch])
-    if together.count(EOT) == sum(begins for _, begins in batch):
+    if together.count(EOT) == sum(begins for _, begins in batch):  # the texts themselves have none
         # In one call, because a thread waits for Python's lock at the end of each
         return enc.encode_to_numpy(together, allowed_special="all").astype("<u2")
     # A text quotes <|endoftext|>, which is encoded like other characters, and not as the token
@@ -565,10 +554,8 @@ def tokenize(batches: Iterator[tuple], tokenizer: str, workers: int) -> Iterator
 #     chunks     |          0         |          1         |  <- the position behind chunk 1
 #     shards       train_000000.npy     train_000001.npy
 #                  val_000000.npy       val_000001.npy
-# After each chunk, meta.json lists its shards and the position behind it. After a kill, the same
-# command reads on from there, and writes shards that are not listed yet again, with the same bytes.
-# What was read must be as it was: whole files, under whatever names, and the rows before the
-# position. What was not read may change, so that a broken row can be mended.
+# After each chunk, meta.json lists its shards and the position behind it, where the same command
+# reads on after a kill. What was read must not change: whole files, and texts before the position.
 
 
 def write_shards(args: Namespace, meta: dict) -> None:
@@ -632,11 +619,11 @@ def choose_validation(args: Namespace, meta: dict, size: int) -> np.ndarray:
     #     before the piece     0 0 1 1 1 2 2 2 2 3 ...
     #     with the piece       0 1 1 1 2 2 2 2 3 3 ...
     #     it is validation's   . x . . x . . . x . ...
-    length = meta["piece_size"]
+    piece_size = meta["piece_size"]
     start = count_tokens(meta)
-    pieces = np.arange(start // length, (start + size) // length + 2)
+    pieces = np.arange(start // piece_size, (start + size) // piece_size + 2)  # 1 more for diff
     is_val = np.diff(np.floor(pieces * args.val_share + 0.5)) > 0
-    is_val = np.repeat(is_val, length)[start % length :][:size]
+    is_val = np.repeat(is_val, piece_size)[start % piece_size :][:size]
     excess = count_tokens(meta, "val") + int(is_val.sum()) - args.val_tokens
     if excess > 0:
         is_val[np.flatnonzero(is_val)[-excess:]] = False
@@ -650,8 +637,8 @@ def count_tokens(meta: dict, split: str = "") -> int:
 
 def find_meta(args: Namespace) -> dict:
     """Return meta.json as an earlier start of the same run has left it, or a new one."""
-    others = ("files", "out", "workers")  # the shards depend on none of them but the files' content
-    options = {flag: value for flag, value in vars(args).items() if flag not in others}
+    changeable = ("files", "paths", "out", "workers")  # the files' content is compared instead
+    options = {flag: value for flag, value in vars(args).items() if flag not in changeable}
     if list(Path(args.out).glob("*.npy")):
         return check_meta(args, options)
     files = list_files(args)
@@ -728,9 +715,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def parse_args(argv: list[str]) -> Namespace:
     """Parse the command line, and fill in the defaults that depend on other options."""
-    layout = RawDescriptionHelpFormatter
-    parser = ArgumentParser("fineweb.py", description=__doc__, formatter_class=layout)
-    parser.error = partial(require, False)  # raises UserError: one line, not argparse's several
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.error = lambda message: require(False, message)  # one line, not argparse's several
     add = parser.add_argument
     add("--dataset", help=f"name on the Hugging Face hub (default {FINEWEB}), or pydocs")
     add("--name", help="configuration of the dataset (default for FineWeb: sample-10BT)")
@@ -744,10 +730,14 @@ def parse_args(argv: list[str]) -> Namespace:
     add("--val_tokens", type=int, help="for validation (default: shard_size or max_tokens / 10)")
     add("--val_share", type=float, help="share for validation, up to val_tokens (0.1; FineWeb: 1)")
     add("--workers", type=int, help="threads (default: 1 per core)")
-    # --max-tokens=5 is --max_tokens=5: a hyphen in the name of a flag is an underscore
-    words = [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), w) for w in argv]
+    words = []
+    for word in argv:  # --max-tokens=5 means --max_tokens=5
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+        words.append(name + equals + value)
     args = parser.parse_intermixed_args(words)
-    args.files = [*map(os.path.expanduser, args.files + vars(args).pop("paths"))]  # as one list
+    args.files = [os.path.expanduser(path) for path in args.files + args.paths]
     with naming(f"--text_key {args.text_key}: a brace that is no key's is written {{{{ or }}}}"):
         split_key(args.text_key)
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
@@ -783,14 +773,13 @@ def report(args: Namespace, meta: dict, argv: list[str] | None) -> None:
     largest = max(Path(args.out).glob("*.npy"), key=os.path.getsize)
     tokens = np.load(largest, mmap_mode="r")[: 10**6]
     text = get_tokenizer(meta["tokenizer"]).decode(tokens.tolist())
-    size = len(text.replace(EOT, "").encode()) / len(tokens)
-    print(f"{train:,} tokens to train and {val:,} to validate, of {size:.2f} bytes each")
-    marks = meta["progress"]["position"].marks
-    if marks:
+    token_size = len(text.replace(EOT, "").encode()) / len(tokens)
+    print(f"{train:,} tokens to train and {val:,} to validate, of {token_size:.2f} bytes each")
+    if marks := meta["progress"]["position"].marks:
         print(f"{marks:,} {EOT} inside texts end no document: they are read as characters")
-    if args.tokenizer == "gpt2" and size < 3:  # English has 3.4 to 4.6
+    if args.tokenizer == "gpt2" and token_size < 3:  # English has 3.4 to 4.6
         print("GPT-2's tokens fit these texts badly: add --tokenizer 4096, with another --out")
-    if 0 < train * size < 10**5:
+    if 0 < train * token_size < 10**5:  # bytes: of 120 KB, validation has a tenth
         print("this is too little to learn from: a model needs 120 KB of text or more")
     elif argv is None:
         # The words that begin a document, without what means something to a shell
@@ -807,15 +796,14 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     below 100M      a CPU: the quickstart's model, four epochs in at most ten minutes
                     a GPU: a small model, four epochs. If the tokens are GPT-2's, OpenAI's model
     below 2.5B      a GPU: GPT-2 by Muon, four epochs of own files, one of a dataset of the hub
-    2.5B or more    a GPU: GPT-2, as train_gpt2.py trains it by default
-    """
+    2.5B or more    a GPU: GPT-2, as train_gpt2.py trains it by default"""
     # Double quotes, because Windows' cmd.exe knows no others
-    mark = "" if re.fullmatch(r"[\w:+=,./\\-]+", args.out) else '"'
-    command = f"python train_gpt2.py --data_dir {mark}{args.out}{mark}"
+    quote = "" if re.fullmatch(r"[\w:+=,./\\-]+", args.out) else '"'
+    command = f"python train_gpt2.py --data_dir {quote}{args.out}{quote}"
     if train == 0:
         command += f" --init_from log --max_steps 0 --val_tokens {val}"
         return f"next, for a model in log that reads these tokens:\n{command}"
-    command += f" --log_dir {mark}log/{Path(args.out).resolve().name}{mark}"
+    command += f" --log_dir {quote}log/{Path(args.out).resolve().name}{quote}"
     if val <= 1024:  # the longest window
         command += " --val_tokens 0"
     if train >= 2.5e9:
@@ -823,9 +811,10 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     if args.dataset != FINEWEB:  # for which the default prompt is made
         command += f' --prompt="{prompt}"'
     if train >= 10**8:
-        steps = int((4 * train / 27.5) ** 0.5)  # n steps read about 27.5 * n**2 tokens
+        epochs = 1 if args.dataset else 4
+        steps = int((epochs * train / 27.5) ** 0.5)  # n steps read about 27.5 * n**2 tokens
         if args.dataset:
-            steps = int((train / 27.5) ** 0.5) // 1000 * 1000
+            steps = steps // 1000 * 1000
         return f"next, on a GPU:\n{command} --optimizer muon --max_steps {steps}"
     epochs = 4
     model = "--optimizer muon --model d6 --seq_len 256"
@@ -837,8 +826,7 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     on_gpu += f" --val_every {steps // 10 + 1}"  # to see when the texts are learnt by heart
     if meta["vocab_size"] > 2**13:
         return f"next, on a GPU (a CPU needs --tokenizer 2048, and another --out):\n{on_gpu}"
-    # A step reads 1,024 tokens in 0.1 s of two cores, which make 4,000 steps and their evaluations
-    # in ten minutes. The quickstart makes 800
+    # Two cores make 4,000 steps, of 1,024 tokens each, in ten minutes. The quickstart makes 800
     steps = min(max(800, 4 * train // 1024), 4000)
     on_cpu = f"{command} --quickstart --max_steps {steps} --val_every {steps // 10 + 1}"
     if val > 1024:  # all of it, if possible, because it is in the order of the files
