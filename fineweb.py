@@ -464,18 +464,18 @@ def train_tokenizer(files: dict[str, list], text_key: str, size: int) -> str:
 class Position(NamedTuple):
     """A place in all files, behind one of their texts: where a run that was stopped goes on."""
 
-    file: int = 0  # its number
-    row: int = 0  # how many texts of this file, or parts of long ones, come before
-    digest: str = hashlib.sha256().hexdigest()  # of these
-    marks: int = 0  # how often <|endoftext|> stands inside all texts before
+    file: int = 0  # index of the file
+    texts: int = 0  # texts of this file before the place; each part of a long one counts
+    digest: str = hashlib.sha256().hexdigest()  # SHA-256 of those texts; at first of none
+    marks: int = 0  # <|endoftext|> found inside texts, from the first file on
 
 
 def read_batches(args: Namespace, files: dict[str, list], start: Position) -> Iterator[tuple]:
     """Yield (position behind a batch, share of all files read, batch) from a position on."""
-    changed = f"a file of {args.out} has changed where it was read already: {ADVICE}"
-    require(start.file < len(files), changed)
     addresses = list(files)
+    require(start.file < len(files), f"the file behind {addresses[-1]} is missing: {ADVICE}")
     sizes = [size for size, _ in files.values()]
+    total = sum(sizes)
     read = sum(sizes[: start.file])  # bytes of whole files
     marks = start.marks
     batch = []
@@ -484,23 +484,24 @@ def read_batches(args: Namespace, files: dict[str, list], start: Position) -> It
         # --max_tokens may be reached before the next file is needed
         if args.dataset and not args.max_tokens and k + 1 < len(files):
             Thread(target=fetch_ahead, args=(addresses[k + 1],), daemon=True).start()
-        rows = read_file(addresses[k], args.text_key)
+        texts = enumerate(read_file(addresses[k], args.text_key), 1)
         digest = hashlib.sha256()
-        for text, begins, _ in islice(rows, start.row):  # which are in a shard already
-            digest.update(f"{begins}{text}\0".encode())
-        require(digest.hexdigest() == start.digest, changed)
-        for row, (text, begins, share) in enumerate(rows, start.row + 1):
+        if k == start.file:  # its first texts are in a shard already, and must be as they were
+            for _, (text, begins, _) in islice(texts, start.texts):
+                digest.update(f"{begins}{text}\0".encode())
+            is_same = digest.hexdigest() == start.digest
+            require(is_same, f"{addresses[k]} has changed where it was read already: {ADVICE}")
+        for number, (text, begins, share) in texts:
             digest.update(f"{begins}{text}\0".encode())
             marks += text.count(EOT)
             batch.append((text, begins))
             length += len(text) + 1  # so that documents without a character count, too
             if length >= BATCH_SIZE:
-                end = Position(k, row, digest.hexdigest(), marks)
-                yield end, (read + share * sizes[k]) / sum(sizes), batch
+                end = Position(k, number, digest.hexdigest(), marks)
+                yield end, (read + share * sizes[k]) / total, batch
                 batch = []
                 length = 0
         read += sizes[k]
-        start = Position()  # of the next file, all rows are read
     yield Position(len(files), marks=marks), 1.0, batch
 
 
@@ -663,27 +664,31 @@ def check_meta(args: Namespace, options: dict) -> dict:
     """Return the meta.json of a run, after a check that nothing has changed since."""
     path = Path(args.out, "meta.json")
     require(path.exists(), f"{args.out} holds shards, but no meta.json: choose another --out")
+    with naming(f"{path} cannot be read", OSError):
+        content = path.read_bytes()
     with naming(f"{path} is damaged: delete the folder to start over"):
-        meta = json.loads(path.read_bytes())
-        is_current = meta.get("version") == META_VERSION
-    require(is_current, f"an older fineweb.py made {args.out}: train with it, or delete it")
-    for key, new in options.items():
-        old = meta["options"].get(key)
-        require(old == new, f"{path} has {key} {old}, not {new}: {ADVICE}")
+        meta = json.loads(content)
+        is_same = meta.get("version") == META_VERSION
+    require(is_same, f"another version of fineweb.py made {args.out}: train with it, or delete it")
+    for flag, value in options.items():
+        before = meta["options"].get(flag)
+        require(before == value, f"{path} has {flag} {before}, not {value}: {ADVICE}")
     meta["progress"]["position"] = Position(*meta["progress"]["position"])
     if args.files:  # those of a dataset stay as they were at the beginning
         files = list_files(args)
-        # What was not read may have changed. read_batches checks the file that was being read
-        read = None if meta["progress"]["done"] else meta["progress"]["position"].file
-        before = list(meta["files"].items())[:read]
-        now = list(files.items())[:read]
-        for (was, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
-            require(old == new, f"{name} (before: {was}) is new, missing or changed: {ADVICE}")
+        # The rest may change: a broken row is mended. read_batches checks the file at the position
+        end = None if meta["progress"]["done"] else meta["progress"]["position"].file
+        before = list(meta["files"].items())[:end]
+        now = list(files.items())[:end]
+        for (old_name, old), (name, new) in zip_longest(before, now, fillvalue=("nothing", None)):
+            require(old == new, f"{name} (before: {old_name}) is new, missing or changed: {ADVICE}")
         meta["files"] = files
     for name, shard in meta["shards"].items():
-        with naming(f"{args.out}/{name} is not as it was: put it back, or delete the folder"):
-            sha256 = hashlib.sha256(Path(args.out, name).read_bytes()).hexdigest()
-            require(sha256 == shard["sha256"], "its content has changed")
+        path = Path(args.out, name)
+        with naming(f"{path} cannot be read", OSError):
+            content = path.read_bytes() if path.exists() else b""
+        is_same = hashlib.sha256(content).hexdigest() == shard["sha256"]
+        require(is_same, f"{path} is missing or has changed: put it back, or delete the folder")
     return meta
 
 

@@ -194,20 +194,42 @@ CHANGES = [  # a command between two starts, options of the second start, what i
     ("cat 0.jsonl >> 1.jsonl", "", "", "1.jsonl (b"),  # behind what was read
     ("echo >> 0.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
     ("mv 0.jsonl x; mv 2.jsonl 0.jsonl; mv x 2.jsonl", "", "0.jsonl (b", "0.jsonl (b"),
-    ("sed -i s/the/THE/ 1.jsonl", "", "has changed where", "1.jsonl (b"),
-    ("rm 1.jsonl 2.jsonl", "", "has changed where", "nothing (b"),
-    ("sed -i '1s/: ./: \"X/' 1.jsonl", "", "has changed where", "1.jsonl (b"),  # in row 1 alone
+    ("sed -i s/the/THE/ 1.jsonl", "", "1.jsonl has changed where", "1.jsonl (b"),
+    ("rm 1.jsonl 2.jsonl", "", "0.jsonl is missing", "nothing (b"),
+    ("sed -i '1s/: ./: \"X/' 1.jsonl", "", "1.jsonl has changed where", "1.jsonl (b"),  # in row 1
+    ("rm out/train_000001.npy", "", *2 * ["train_000001.npy is missing or"]),
     ("echo | dd of=out/train_000001.npy bs=1 seek=999 conv=notrunc", "", *2 * ["train_000001.npy"]),
     ("rm out/meta.json", "", *2 * ["no meta.json"]),
     (
         "echo '{\"version\": 4}' > out/meta.json",
         "",
-        *2 * ["an older fineweb.py made out: train with it, or delete it"],
+        *2 * ["another version of fineweb.py made out"],
+    ),
+    (
+        "echo '{\"version\": 99}' > out/meta.json",
+        "",
+        *2 * ["another version of fineweb.py made out"],
     ),
     ("echo [1] > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("echo '{\"version' > out/meta.json", "", *2 * ["meta.json is damaged"]),
     ("true", "--shard_size 2600", *2 * ["shard_size 2500, not 2600"]),
 ]
+
+
+def test_what_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch):
+    files = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    out = build(files, tmp_path / "out")
+    read_bytes = Path.read_bytes
+    for name in ("meta.json", "train_000000.npy"):
+
+        def fail(path, name=name) -> bytes:
+            if path.name == name:
+                raise OSError(5, "Input/output error")
+            return read_bytes(path)
+
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        line = refuse(files, out)
+        assert f"{name} cannot be read: OSError: [Errno 5]" in line and "delete" not in line
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
