@@ -602,13 +602,15 @@ def save_chunk(args, meta: dict, chunk: list[np.ndarray], position: Position, do
     tokens = np.concatenate(chunk)
     is_val = choose_validation(args, meta, len(tokens))
     for split, chosen in (("val", is_val), ("train", ~is_val)):
+        name = f"{split}_{chunks:06d}.npy"
         if chosen.any():
-            name = f"{split}_{chunks:06d}.npy"
             shard = io.BytesIO()
             np.save(shard, tokens[chosen])
             write_file(f"{args.out}/{name}", shard.getvalue())
             sha256 = hashlib.sha256(shard.getvalue()).hexdigest()
             meta["shards"][name] = {"tokens": int(chosen.sum()), "sha256": sha256}
+        else:  # a killed run may have left one, if other texts came next
+            Path(args.out, name).unlink(missing_ok=True)
     meta["progress"] = {"chunks": chunks + 1, "position": position, "done": done}
     write_file(f"{args.out}/meta.json", json.dumps(meta, indent=1).encode())
 

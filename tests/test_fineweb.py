@@ -11,6 +11,7 @@ import random
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -230,6 +231,20 @@ def test_what_cannot_be_read_at_the_moment_is_not_damaged(tmp_path, monkeypatch)
         monkeypatch.setattr(Path, "read_bytes", fail)
         line = refuse(files, out)
         assert f"{name} cannot be read: OSError: [Errno 5]" in line and "delete" not in line
+
+
+def test_a_shard_of_a_killed_run_goes_where_the_texts_that_follow_are_others(tmp_path, monkeypatch):
+    """Each shard of a folder is trained on, also one that meta.json does not list."""
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
+    files, out = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "out"
+    begin(2, files, out, *OPTIONS)
+    for split in ("train", "val"):  # as a kill leaves them before it writes meta.json
+        shutil.copy(out / f"{split}_000001.npy", out / f"{split}_000002.npy")
+    _, number, *_ = read_meta(out)["progress"]["position"]
+    write_jsonl(files, TEXTS[:number])
+    build(files, out, *OPTIONS)
+    names = sorted(path.name for path in out.glob("*.npy"))
+    assert names == sorted(read_meta(out)["shards"]) and len(names) == 4
 
 
 @pytest.mark.parametrize("is_finished", [False, True])
