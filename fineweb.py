@@ -130,15 +130,18 @@ def list_files(args: Namespace) -> dict[str, list]:
         try:
             next(read_file(path, args.text_key), None)
         except UserError as error:
-            if path in named:
+            cause = error.__cause__
+            is_failure = isinstance(cause, MemoryError) or getattr(cause, "errno", None)
+            if path in named or is_failure:  # of the disk or the memory, and not of the file
                 raise
             print(f"{error!s:.300}: it is left out")  # as a picture among notes
             continue
         digest = hashlib.sha256()  # hashlib.file_digest is slow for many small files
-        with open(path, "rb", buffering=0) as file:
-            while block := file.read(2**20):
+        with naming(path), open(path, "rb", buffering=0) as file:
+            while block := file.read(2**18):
                 digest.update(block)
-            files[path] = [file.tell(), digest.hexdigest()]
+            size = max(1, file.tell())  # an empty file may grow until it is read
+        files[path] = [size, digest.hexdigest()]
     require(files, f"found no file of text outside --out {args.out} (.arrow files need to_parquet)")
     return files
 

@@ -855,6 +855,7 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys, recwarn):
     write_jsonl(folder / "a.jsonl", ["A"] * 99)
     (folder / "b.txt").write_text("B")
     others = {"price.CSV": b"id,price\n1,2\n", "p.png": b"\0", "e.gz": b"\x1f\x8b"}
+    others |= {"n.gz": b"no gzip", "n.zst": b"no zstd", "n.parquet": b"PAR1 no parquet PAR1"}
     others |= {"n.rtf": b"{\\rtf1 B}", "s.pdf": b"%PDF B", "w.txt": b"M\xe4rz"}
     for name, content in others.items():
         (folder / name).write_bytes(content)
@@ -865,6 +866,29 @@ def test_a_folder_may_hold_what_has_no_text(tmp_path, capsys, recwarn):
         assert re.search(rf"code/{name}: .*: it is left out\n", printed), name
         assert name in refuse(folder / name, tmp_path / "other")
     assert not [warning for warning in recwarn if warning.category is ResourceWarning]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=str)
+def test_a_file_is_left_out_for_its_content_alone(error, tmp_path, monkeypatch):
+    """The disk or the memory may be better at the next start, and the shards would be others."""
+    write_jsonl(tmp_path / "a.jsonl", ["A"] * 99)
+    (tmp_path / "b.txt").write_text("B")
+    monkeypatch.setattr(fineweb, "read_txt", Mock(side_effect=error))
+    assert f"b.txt: {type(error).__name__}:" in refuse(tmp_path, tmp_path / "out")
+
+
+def test_a_file_that_is_empty_when_it_is_listed_may_grow(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").touch()
+    get = fineweb.get_tokenizer
+
+    def get_tokenizer(name):
+        (tmp_path / "a.txt").write_text("A line.\n" * SMALL)
+        return get(name)
+
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
+    monkeypatch.setattr(fineweb, "get_tokenizer", get_tokenizer)
+    out = build(tmp_path / "a.txt", tmp_path / "out", "--val_share", 0)
+    assert read_split(out, "train") == to_tokens(["A line.\n" * SMALL])
 
 
 def test_links_to_folders_are_followed_once(tmp_path):
