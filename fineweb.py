@@ -14,8 +14,8 @@ python fineweb.py --dataset pydocs                      # Python's own documenta
 - A file with another name that begins with { and a quote is read as .jsonl, too.
 - Any other file is a document in UTF-8. Where a line ends with <|endoftext|>, the next one begins.
 - A file may be packed (.gz, .xz, .zst).
-- Line ends of .csv and text files become \\n, and blanks after a comma of a .csv are dropped.
-  Nothing else in a text is changed.
+- Line ends of .csv and text files become \\n. In a .csv, blanks after a comma are dropped, and a
+  line that repeats the first one is skipped. Nothing else in a text is changed.
 - A shard is a 1-D array of uint16 tokens.
 - A document is its <|endoftext|> token, then the tokens of its text. It may lie in two shards.
 - A killed run continues with the same command, to the same bytes."""
@@ -321,8 +321,10 @@ def read_csv(lines: io.TextIOWrapper, template: list[tuple], ending: str) -> Ite
     csv.field_size_limit(2**31 - 1)  # characters of a cell
     if ending == ".tsv":  # where a quote is a character like others
         rows = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+        advice = "a cell has no tabs and no line ends"
     else:  # strict refuses an open quote, which would take all behind it
         rows = csv.reader(lines, strict=True, skipinitialspace=True)
+        advice = "a cell with commas stands in quotes, and a quote in it is written twice"
     names = next(rows, [])
     line = 2  # where the row begins
     try:
@@ -335,7 +337,6 @@ def read_csv(lines: io.TextIOWrapper, template: list[tuple], ending: str) -> Ite
                 yield make_text(template, row, f"row in line {line}"), True
             line = rows.line_num + 1
     except csv.Error as error:
-        advice = "a cell with commas stands in quotes, and a quote in it is written twice"
         raise UserError(f"row in line {line}: {error} ({advice})") from error
 
 
@@ -749,7 +750,7 @@ def parse_args(argv: list[str]) -> Namespace:
     args = parser.parse_intermixed_args(words)
     args.files = [os.path.expanduser(path) for path in args.files + args.paths]
     with naming(f"--text_key {args.text_key}: a brace that is no key's is written {{{{ or }}}}"):
-        split_key(args.text_key)
+        require(any(key is not None for _, key in split_key(args.text_key)), "there is no key")
     require(not (args.files and args.dataset), "--files and --dataset are two sources: choose one")
     args.dataset = args.dataset or (None if args.files else FINEWEB)
     args.name = args.name or {FINEWEB: "sample-10BT"}.get(args.dataset)
@@ -757,6 +758,7 @@ def parse_args(argv: list[str]) -> Namespace:
     require(args.out, "--out FOLDER is needed: where do the shards go?")
     args.out = os.path.normpath(os.path.expanduser(args.out))  # without a slash at the end
     args.tokenizer = args.tokenizer or {"pydocs": "2048"}.get(args.dataset, "gpt2")
+    args.tokenizer = os.path.expanduser(args.tokenizer)  # no shell does it behind a =
     if args.tokenizer.isdecimal():
         require(257 < int(args.tokenizer) <= 65536, "--tokenizer: expected 258 to 65536 tokens")
     if args.workers is None:  # a job may use some of the cores only

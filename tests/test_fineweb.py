@@ -739,6 +739,8 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.parquet", {"q": ["B"], "a": ["C"]}, "--text_key {q}{b}", "expected the columns ['q', 'b'] (--text_key), found ['q', 'a']"),
     ("a.jsonl", GOOD, "--text_key {text", "is written {{ or }}"),
     ("a.csv", b'id, text\n1, "A, b"\nid, text\n2, C\n', "", ["A, b", "C"]),
+    ("a.tsv", b"id\ttext\n1\tA\tB\n", "", "row in line 2: found 3 cells, expected 2 (a cell has no tabs"),
+    ("a.jsonl", GOOD, "--text_key {{x}}", "{{ or }}: there is no key"),
 ]  # fmt: skip
 
 
@@ -982,3 +984,9 @@ def test_short_rows_and_marks_inside_texts(tmp_path, capsys, monkeypatch):
 def test_flags_as_people_type_them(words, values):
     args = fineweb.parse_args(words.split())
     assert (args.files, args.out, args.max_tokens) == values
+
+
+def test_a_home_is_found_behind_an_equals_sign_too(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    args = fineweb.parse_args(["--files=~/a", "--out=~/b", "--tokenizer=~/c"])
+    assert (args.files, args.out, args.tokenizer) == (["/home/me/a"], "/home/me/b", "/home/me/c")
