@@ -253,7 +253,7 @@ def test_what_fits_into_a_gpu_is_measured(gib, world, T, most, expected, monkeyp
 OWN = ("bpe-259-abcdef 7468 746865", 259)  # th, the
 
 
-@pytest.mark.parametrize("tokens", [("bytes", 257), OWN])
+@pytest.mark.parametrize("tokens", [pytest.param(("bytes", 257), marks=pytest.mark.slow), OWN])
 def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, refused, tokens):
     """No other script is needed: what is a token lies in the checkpoint, and in the folder."""
     write_meta(shards, *tokens)

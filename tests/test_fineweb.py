@@ -144,6 +144,7 @@ def assert_whole(out: Path) -> None:
             assert shard == {"tokens": len(np.load(out / name)), "sha256": sha256}
 
 
+@pytest.mark.slow
 def test_killed_at_15_random_moments_it_ends_byte_for_byte_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
     story = [b"a story" + b" and so on" * n + b"\r\n" for n in range(80)]
@@ -368,7 +369,7 @@ def test_small_corpus_golden(tmp_path, monkeypatch, disk):
     build(tmp_path / "docs.jsonl", out)  # returns at once: nothing is encoded, nothing is written
 
 
-@settings(exact, max_examples=25)
+@settings(exact, max_examples=12)
 @given(data=st.data())
 def test_validation_first_and_then_training(data, tmp_path_factory):
     size = data.draw(st.integers(1, 40), "shard_size")
@@ -526,7 +527,7 @@ PIECES = st.one_of(LETTERS, st.sampled_from(MARKS))
 
 
 @needs_data
-@settings(exact, max_examples=100)
+@settings(exact, max_examples=40)
 @given(st.lists(PIECES, min_size=1, max_size=6), st.integers(70, 120))
 @example(["x" * 60 + " " * 20], 70)  # the last part is blank
 def test_long_texts_encode_to_the_tokens_of_the_whole(parts, size):
