@@ -197,3 +197,31 @@ def test_an_old_checkpoint_that_another_program_reads_is_deleted_later(shards, m
     monkeypatch.setattr(Path, "unlink", refuse_once)
     assert main("--max_steps 4 --save_every 1 --keep 1") == 0
     assert refusals and steps() == [4]
+
+
+FULL = OSError(28, "No space left on device")  # which names no file
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_names_the_file_and_leaves_what_was_there(call, shards, refused, monkeypatch):
+    """Also where flushing finds it, and not writing."""
+    assert main("--max_steps 2") == 0
+    before = contents("log")
+    monkeypatch.setattr(os, call, Mock(side_effect=FULL))
+    flags = "--max_steps 4 --val_every 0 --log_dir new"
+    assert refused("new/model_00000.pt cannot be written: [Errno 28] No space left", flags)
+    assert refused("log.txt cannot be written: [Errno 28]", "--max_steps 4 --resume")
+    assert contents("log") == before and not os.listdir("new")
+
+
+def test_an_export_to_a_full_disk_is_one_line(shards, refused, monkeypatch):
+    assert main("--max_steps 1") == 0
+    save = "transformers.GPT2LMHeadModel.save_pretrained"
+    monkeypatch.setattr(save, Mock(side_effect=RuntimeError("I/O error: No space left")))
+    assert refused("folder cannot be written (RuntimeError(", "--init_from log --export_hf folder")
+
+
+def test_a_program_without_a_console_has_no_prompts(shards, monkeypatch):
+    assert main("--max_steps 1") == 0
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main("--sample --num_samples 1 --prompt -") == 0
