@@ -23,6 +23,7 @@ def run_cells(*numbers):
 
 
 EXPERIMENTS = run_cells(0, 2)["EXPERIMENTS"]
+HEADER = "0 total_batch_size 768\n0 vocab_size 257\n"  # with which each log.txt begins
 
 
 def images(cell):
@@ -56,13 +57,42 @@ def test_the_second_cell_draws_a_run_that_goes_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "log/mine/log.txt"
     log.parent.mkdir(parents=True)
-    records = "0 total_batch_size 768\n0 vocab_size 257\n0 val 5.5\n0 train 5.6\n1 train 5.4\n1 tr"
-    log.write_text(records)
+    log.write_text(f"{HEADER}0 val 5.5\n0 train 5.6\n1 train 5.4\n1 tr")
     cell = run_cells(0, 1)
     assert cell["read_stream"](log, "train").tolist() == [[0, 1], [5.6, 5.4]]
     (figure,) = map(cell["plt"].figure, cell["plt"].get_fignums())
     assert len(figure.axes) == 1  # nothing of HellaSwag
     cell["plt"].close(figure)
+
+
+OTHER_LOGS = {  # what a log.txt may hold, and whether it can be drawn
+    "build-nanogpt": ("0 val 10.95\n0 hella 0.2463\n0 train 10.95\n1 train 9.5\n", False),
+    "cut at its front": ("rain 5.6\n7 train 5.4\n8 train 5.3\n8 val 5.2\n", False),
+    "no text": ("\udcff\udcfe\n", False),
+    "val is inf": (f"{HEADER}0 val 5.5\n0 train 5.6\n1 train 5.5\n2 val inf\n", True),
+    "val is nan": (f"{HEADER}0 val 5.5\n0 train 5.6\n1 train nan\n2 val nan\n", True),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOGS)
+def test_the_second_cell_draws_other_logs_or_names_them(tmp_path, monkeypatch, capsys, name):
+    """Another program's log, or a damaged one, hides no run that stands beside it."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.chdir(tmp_path)
+    records, is_drawn = OTHER_LOGS[name]
+    good = f"{HEADER}0 val 5.5\n0 train 5.6\n1 train 5.4\n2 val 5.1\n"
+    for folder, text in (("good", good), ("other", records)):
+        path = tmp_path / "log" / folder / "log.txt"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(text.encode("utf-8", errors="surrogateescape"))
+    plt = run_cells(0, 1)["plt"]
+    (figure,) = map(plt.figure, plt.get_fignums())
+    figure.canvas.draw()
+    labels = [text.get_text() for text in figure.axes[0].texts]
+    plt.close(figure)
+    assert "good 5.100" in labels
+    assert any(label.startswith("other ") for label in labels) == is_drawn
+    assert ("log/other/log.txt is left out" in capsys.readouterr().out) != is_drawn
 
 
 def test_stored_outputs_are_whole_and_show_every_experiment():
