@@ -14,9 +14,8 @@ NOTEBOOK = nbformat.read(ROOT / "play.ipynb", 4)
 CODE = [cell for cell in NOTEBOOK.cells if cell.cell_type == "code"]
 
 
-def run_cells(*numbers):
+def run_cells(*numbers, **variables):
     """Execute code cells in a scope of their own, and return its variables."""
-    variables = {}
     for number in numbers:
         exec(CODE[number].source, variables)
     return variables
@@ -108,12 +107,27 @@ def test_stored_outputs_are_whole_and_show_every_experiment():
             assert text in everything, "the stored output is of an older version"
 
 
+def test_the_long_part_makes_the_runs_whose_losses_are_stored(monkeypatch):
+    """With PLAY_LONG the notebook trains, and without it reads rows: both have the same cases."""
+    monkeypatch.chdir(ROOT)
+    (number,) = (i for i, cell in enumerate(CODE) if "PLAY_LONG" in cell.source)
+    stored = run_cells(0, 2, number)["ladder"]
+
+    class Pool:
+        def map(self, train, cases):
+            return [stored[case] for case in cases]
+
+    monkeypatch.setenv("PLAY_LONG", "1")
+    assert run_cells(0, 2, number, pool=Pool())["ladder"] == stored
+
+
 @pytest.mark.slow
 def test_every_cell_runs_offline_and_leaves_nothing_behind(tmp_path, monkeypatch):
     """No cell needs what an older version of a script had, or what only one machine has."""
     for name in ("train_gpt2.py", "fineweb.py"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "tests/benchmarks/runs", tmp_path / "tests/benchmarks/runs")
+    for folder in ("tests/benchmarks/runs", "tests/benchmarks/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
     monkeypatch.setenv("PLAY_STEPS", "10")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")
