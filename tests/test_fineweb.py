@@ -885,7 +885,8 @@ def test_a_file_that_is_empty_when_it_is_listed_may_grow(tmp_path, monkeypatch):
     get = fineweb.get_tokenizer
 
     def get_tokenizer(name):
-        (tmp_path / "a.txt").write_text("A line.\n" * SMALL)
+        if not (tmp_path / "a.txt").stat().st_size:  # each thread calls this
+            (tmp_path / "a.txt").write_text("A line.\n" * SMALL)
         return get(name)
 
     monkeypatch.setattr(fineweb, "BATCH_SIZE", SMALL)
