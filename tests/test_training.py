@@ -204,6 +204,19 @@ def test_evaluations_and_saves_have_a_period_and_come_after_the_last_update(
     assert "sample 0:" not in out and out.endswith("done: the log is never/log.txt\n")
 
 
+@pytest.mark.parametrize("losses, told", [
+    ([5, 3.25, 3.5], "lowest at step 2, 3.2500: a new run with --max_steps 2,"),
+    ([5, 3.5, 3.25], None), ([], None),
+])  # fmt: skip
+def test_the_end_names_a_better_step(losses, told, tmp_path, capsys):
+    path = tmp_path / "log.txt"
+    path.write_text("".join(f"{2 * i} train 1\n{2 * i} val {x}\n" for i, x in enumerate(losses)))
+    train_gpt2.Log(Namespace(max_steps=4), path).finish()
+    out = capsys.readouterr().out
+    assert f"done: the log is {path}\n" in out and ("lowest" in out) == bool(told)
+    assert (told or "") in out
+
+
 def test_prompts_are_read_and_answered_line_by_line(monkeypatch, capsys):
     """A sample ends with its document. Half a character prints as U+FFFD."""
     written = torch.tensor([[*"é".encode()[:1], 256, *b"Once"]] * 2)
