@@ -90,7 +90,7 @@ MODEL = {"model", "n_layer", "n_head", "n_embd"}
 @pytest.mark.parametrize("words, kept, fixed", [
     ("--resume --quickstart", {*FLAGS}, {"optimizer", "seq_len", "total_batch_size"}),
     ("--init_from=old --max_steps=0 --val_every=5", {*FLAGS}, set()),
-    ("--sample --init_from=old", FLAGS.keys() - {"max_steps"}, set()),
+    ("--sample --init_from=old", {*FLAGS}, set()),
     ("--init_from=old --max_steps=9", MODEL | {"seq_len"}, set()),
 ])  # fmt: skip
 def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
@@ -302,6 +302,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert main("--max_steps 1") == 0
     monkeypatch.setattr(train_gpt2, "GPTConfig", Config)
     monkeypatch.setitem(FLAGS, "width", (int, 4, "of the MLP"))
+    monkeypatch.setattr(train_gpt2, "MODEL_FLAGS", train_gpt2.MODEL_FLAGS | {"width"})
     assert refused("--width 6: what is loaded has 4", "--max_steps 2 --resume --width 6")
     assert main("--max_steps 2 --resume") == 0
     assert main("--log_dir new --max_steps 1 --width 6") == 0
