@@ -46,6 +46,11 @@ RUNS = {
     'fineweb.py "texts/**/*.txt" --out mine': "",
     'fineweb.py talks.jsonl --text_key "Question: {instruction}\\nAnswer: {output}"'
     " --tokenizer 2048 --out talks": "",
+    "questions.py": "",
+    'fineweb.py answers.jsonl --text_key "{question}\\n{answer}" --tokenizer pydocs --out answers': "",
+    "train_gpt2.py --quickstart --init_from log/quickstart --data_dir answers --log_dir log/answers"
+    ' --max_steps 400 --val_every 100 --prompt "What does shutil.copyfile do?"': SMALL,
+    "train_gpt2.py --sample --init_from log/answers --num_samples 1 --temperature 0 --prompt -": "",
     "fineweb.py texts --out mine_gpt2": "",
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --max_lr 1.8e-3": f"{SMALL} --model test --seq_len 16"
@@ -183,8 +188,15 @@ def test_each_command_does_its_work(tmp_path, monkeypatch, capsys):
         Path(folder).mkdir()
         Path(folder, "1.txt").write_text("A text of many words. " * 500)
     Path("talks.jsonl").write_text('{"instruction": "Why?", "output": "Because."}\n' * 500)
+    [questions] = re.findall(
+        r"(?s)```python\n(.*?)```", (ROOT / ".github/TEXTS.md").read_text("utf-8")
+    )
+    Path("questions.py").write_text(questions)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
+        if script == "questions.py":  # the page's program of a screen, without a main
+            runpy.run_path(script)
+            continue
         call(importlib.import_module(script.removesuffix(".py")).main, argv, capsys)
     assert Path("folder", "model.safetensors").is_file() and Path("log", "model_00004.pt").is_file()
 
