@@ -313,7 +313,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert load("tuned", 1)["args"]["width"] == 6, "fine-tuning takes the source's config"
 
 
-def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused):
+def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused, monkeypatch):
     """--model names a preset of them. A loaded model keeps its own."""
     flags = "--n_layer 3 --n_embd 48 --log_dir deep --max_steps"
     assert main(flags, 1) == main(flags, 2, "--resume") == 0
@@ -322,8 +322,13 @@ def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused):
     assert (config["n_layer"], config["n_head"], config["n_embd"]) == (3, 2, 48)
     resumed = "--log_dir deep --max_steps 4 --resume"
     assert refused("--n_layer 2: what is loaded has 3", f"{resumed} --n_layer 2")
-    assert main("--log_dir tuned --init_from deep --max_steps 1") == 0
+    assert main("--log_dir tuned --init_from deep --max_steps 1 --seq_len 8") == 0
     assert load("tuned", 1)["args"]["n_embd"] == 48 and load("tuned", 1)["args"]["max_lr"] == 1e-3
+    again = decide(["--init_from", "tuned", "--log_dir", "new"])[0]
+    assert again.seq_len == 16, "all of the context, whatever the last run has read of it"
+    with monkeypatch.context() as patch:
+        patch.delitem(SIZES, "test")
+        assert decide(["--init_from", "deep", "--sample"])[0].model == "test", "a fork's size"
     assert main("--init_from deep --export_hf folder") == 0
     with pytest.raises(UserError, match="--model d24: what is loaded has test"):
         decide(["--init_from", "folder", "--sample", "--model", "d24"])
