@@ -172,10 +172,12 @@ fineweb.main = make
 """
 
 
-def test_one_process_makes_or_downloads_what_all_need(shards):
+def test_one_process_makes_or_downloads_what_all_need(shards, monkeypatch):
     flags = "--quickstart --seq_len 16 --max_steps 1 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=MAKE_ONCE)
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
+    monkeypatch.setitem(sys.modules, "fineweb", None)  # cannot be imported
+    assert main(flags, "--max_steps 2 --resume") == 0, "a resumed run has its data already"
 
 
 @pytest.mark.parametrize("difference", [
