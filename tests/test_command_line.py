@@ -286,7 +286,9 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, ref
             assert main(flags, seed, "--init_from", source) == 0
             texts.append(capsys.readouterr().out.rpartition("sample 0")[2])
         assert texts[0] == texts[1] != texts[2] and "\nsample 1: the " in texts[0]
-    assert main("--init_from a/model_00008.pt --max_steps 0") == 0, "on the data of its run"
+    # --val_every 0, which its run may have had, keeps no model from being evaluated
+    evaluation = "--init_from a/model_00008.pt --max_steps 0 --val_every 0"
+    assert main(evaluation) == 0, "on the data of its run"
     assert re.search(r"step     0/0 \| val loss: ", capsys.readouterr().out)
     assert sorted(os.listdir()) == ["a", "b", "data", "folder"], "evaluations write nothing"
     assert sorted(os.listdir("a")) == ["log.txt", "model_00008.pt", "model_00010.pt"]
@@ -312,7 +314,7 @@ def test_a_field_of_gptconfig_and_its_flag_are_a_setting(shards, refused, monkey
     assert load("tuned", 1)["args"]["width"] == 6, "fine-tuning takes the source's config"
 
 
-def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused):
+def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused, monkeypatch):
     """--model names a preset of them. A loaded model keeps its own."""
     flags = "--n_layer 3 --n_embd 48 --log_dir deep --max_steps"
     assert main(flags, 1) == main(flags, 2, "--resume") == 0
@@ -321,8 +323,13 @@ def test_the_size_of_a_model_may_be_given_in_numbers(shards, refused):
     assert (config["n_layer"], config["n_head"], config["n_embd"]) == (3, 2, 48)
     resumed = "--log_dir deep --max_steps 4 --resume"
     assert refused("--n_layer 2: what is loaded has 3", f"{resumed} --n_layer 2")
-    assert main("--log_dir tuned --init_from deep --max_steps 1") == 0
+    assert main("--log_dir tuned --init_from deep --max_steps 1 --seq_len 8") == 0
     assert load("tuned", 1)["args"]["n_embd"] == 48 and load("tuned", 1)["args"]["max_lr"] == 1e-3
+    again = decide(["--init_from", "tuned", "--log_dir", "new"])[0]
+    assert again.seq_len == 16, "all of the context, whatever the last run has read of it"
+    with monkeypatch.context() as patch:
+        patch.delitem(SIZES, "test")
+        assert decide(["--init_from", "deep", "--sample"])[0].model == "test", "a fork's size"
     assert main("--init_from deep --export_hf folder") == 0
     with pytest.raises(UserError, match="--model d24: what is loaded has test"):
         decide(["--init_from", "folder", "--sample", "--model", "d24"])

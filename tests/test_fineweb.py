@@ -504,6 +504,7 @@ def test_two_libraries_divide_words_at_the_same_characters(tmp_path):
 
 
 def test_the_sample_comes_from_all_files(tmp_path):
+    """But of a dataset of the hub from the first one, as all might be hundreds of GB."""
     for name, rows in (("a", 900), ("b", 90), ("c", 10)):
         write_jsonl(tmp_path / f"{name}.jsonl", [name + "é" * 50] * rows + [None])
     files = {str(path): [path.stat().st_size, ""] for path in sorted(tmp_path.iterdir())}
@@ -514,6 +515,10 @@ def test_the_sample_comes_from_all_files(tmp_path):
         counts[size] = [sum(text[0] == name for text in texts) for name in "abc"]
     assert counts == {10**4: ANY, 10**6: [900, 90, 10]}
     assert 85 <= counts[10**4][0] <= 95 and 5 <= counts[10**4][1] <= 13 and counts[10**4][2] >= 1
+    args = fineweb.parse_args(["--dataset", "me/docs", "--tokenizer", "330", "--out", "x"])
+    with patch.object(fineweb, "train_tokenizer") as training:
+        fineweb.choose_tokenizer(args, files)
+    training.assert_called_once_with(dict([*files.items()][:1]), "text", 330)
 
 
 LETTERS = st.text(st.sampled_from("ab1.' \t\n\r\0é\x1c\x85\u2028\u3000漢😀"), max_size=60)

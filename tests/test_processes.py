@@ -149,13 +149,14 @@ def forward(self, *args, forward=train_gpt2.DDP.forward):
     print("noted:", torch.initial_seed(), exchanges, flush=True)
     return forward(self, *args)
 train_gpt2.DDP.forward = forward
+train_gpt2.choose_batch_size = lambda *_: 4 + 4 * rank  # what fits into GPUs of two sizes
 """
 
 
 def test_a_step_has_a_seed_in_each_process_and_one_exchange_of_gradients(shards):
-    """A fork's dropout needs the seed. The last of two micro-steps exchanges gradients."""
-    flags = "--max_steps 3 --batch_size 4 --val_every 0"
-    status, out, err = run(flags, processes=2, patch=NOTING)
+    """A fork's dropout needs the seed. The last of two micro-steps exchanges gradients. Their B
+    fits into the smaller GPU, too."""
+    status, out, err = run("--max_steps 3 --val_every 0", processes=2, patch=NOTING)
     noted = re.findall("noted: (.*) (.*)", out)
     assert status == 0 and len({seed for seed, _ in noted}) == 6, (noted, err)
     assert [exchanges for _, exchanges in noted] == ["False", "True"] * 6
@@ -172,10 +173,12 @@ fineweb.main = make
 """
 
 
-def test_one_process_makes_or_downloads_what_all_need(shards):
+def test_one_process_makes_or_downloads_what_all_need(shards, monkeypatch):
     flags = "--quickstart --seq_len 16 --max_steps 1 --batch_size 8"
     status, out, err = run(flags, processes=2, patch=MAKE_ONCE)
     assert status == 0 and out.splitlines().count("made here") == 1, (out, err)
+    monkeypatch.setitem(sys.modules, "fineweb", None)  # cannot be imported
+    assert main(flags, "--max_steps 2 --resume") == 0, "a resumed run has its data already"
 
 
 @pytest.mark.parametrize("difference", [

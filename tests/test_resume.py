@@ -70,8 +70,8 @@ def test_a_resumed_run_is_the_unbroken_one_bit_for_bit(shards, monkeypatch, reci
 
     monkeypatch.setattr(train_gpt2.MLP, "forward", dropped)
     monkeypatch.setattr(train_gpt2.GPT, "configure_optimizers", divided)
-    flags = "--max_steps 12 --save_every 3 --keep 0 --val_every 5 --batch_size 4"
-    flags += f" {recipe} --log_dir"
+    flags = "--max_steps 12 --save_every 3 --keep 0 --val_every 5 --num_samples 1"  # not dropped
+    flags += f" --batch_size 4 {recipe} --log_dir"
     assert main(flags, "a") == 0
     log = Path("a/log.txt")
     log.write_text(log.read_text().replace("\n1 lr", "\n1 norm/h.0 0.5\n1 lr"))
