@@ -157,6 +157,7 @@ def test_the_map_and_the_links_to_lines_are_those_of_the_script():
         rows.append(f"{start:4}  {title:28}{'█' * round((end - start) / 20)}")
     drawn = re.sub(r"  ←.*", "", README)
     assert "\n".join(rows) in drawn, "\n".join(rows)
+    assert f"first {end_of_lecture - 1} lines" in README and f"{len(lines):,} lines" in README
 
 
 def test_the_code_on_the_first_screen_is_that_of_the_script():
