@@ -73,8 +73,8 @@ def fetch() -> Path:
         temporary.write_bytes(data)
         temporary.replace(FILE)  # other processes see the whole file or none
     except (OSError, HTTPException) as error:  # HTTPException: fewer bytes than announced
-        message = f"HellaSwag cannot be downloaded ({error}): save {URL} as {FILE}"
-        raise ConnectionError(message) from error
+        advice = f"train with --hellaswag off, or save a copy (.github/HELP.md) as {FILE}"
+        raise ConnectionError(f"HellaSwag cannot be downloaded ({error}): {advice}") from error
     return FILE
 
 

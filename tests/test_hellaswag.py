@@ -13,6 +13,7 @@ from http.client import IncompleteRead
 from itertools import product
 from pathlib import Path
 from unittest.mock import Mock, patch
+from urllib.error import HTTPError
 
 import pytest
 import tiktoken
@@ -150,13 +151,17 @@ def test_two_processes_score_what_one_process_does(tmp_path, monkeypatch):
     assert shares[1] == one and model.call_count == 2 * n
 
 
-@pytest.mark.parametrize("wrong", [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2)])
+GONE = HTTPError(hellaswag.URL, 404, "Not Found", None, None)
+WRONG = [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2), GONE]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch):
     answers = Mock(side_effect=[wrong, io.BytesIO(b"{}")])  # an exception is raised
     monkeypatch.setattr(hellaswag.urllib.request, "urlopen", answers)
     monkeypatch.setattr(hellaswag, "FILE", tmp_path / "new" / "val.jsonl")
     monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(b"{}").hexdigest())
-    with pytest.raises(ConnectionError, match=f"^[^\n]* as {hellaswag.FILE}$"):
+    with pytest.raises(ConnectionError, match=f"^[^\n]*--hellaswag off[^\n]* as {hellaswag.FILE}$"):
         hellaswag.fetch()
     assert answers.call_args.args == (hellaswag.URL,) and answers.call_args.kwargs["timeout"] > 0
     assert not list(tmp_path.glob("new/*"))
