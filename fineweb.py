@@ -299,7 +299,8 @@ def read_txt(lines: io.TextIOWrapper) -> Iterator[tuple]:
 def read_json(lines: io.TextIOWrapper, template: list[tuple], start: bytes) -> Iterator[tuple]:
     """Yield the texts of a file with a record on each line, or with one array or record in all."""
     if re.match(rb"\[|\{\s*[\r\n]", start):  # an array, or a record on several lines
-        whole = json.load(lines)
+        with naming("expected a record on each line, or all in one array", json.JSONDecodeError):
+            whole = json.load(lines)
         records = whole if isinstance(whole, list) else [whole]
     else:
         parse = json.JSONDecoder().decode  # json.loads takes longer for short lines

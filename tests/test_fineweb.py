@@ -737,6 +737,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.json", b'{\n  "text": "a"\n}\n', "", ["a"]),  # of jq
     ("a.json", b'{\r\n  "text": "a",\r\n}\r\n', "", "JSONDecodeError: Illegal trailing comma" if sys.version_info >= (3, 13) else "JSONDecodeError: Expecting property name"),
     ("a.jsonl", b'["a"]\n["b"]\n', "", "Extra data: line 2 column 1"),
+    ("a.json", b'{\n  "text": "a"\n}\n' * 2, "", "expected a record on each line, or all in one array: JSONDecodeError: Extra data: line 4"),
     ("a.jsonl", GOOD + b"5\n", "", """row 2: expected the key 'text' (--text_key), found 5"""),
     ("a.jsonl", GOOD + b'{"text": NaN}\n' + GOOD, "", ["a", "a"]),  # of pandas
     ("a.jsonl", b'{"q": "B", "a": "C"}\n{"q": null, "a": null}\n{"q": null, "a": "D"}\n', r"--text_key Q:{q}\nA:{{{a}}}.", ["Q:B\nA:{C}.", "Q:\nA:{D}."]),
