@@ -83,8 +83,8 @@ def iterate_examples(path="val"):
     endings and label, mostly with ctx_a and ctx_b, the parts of ctx, and activity_label."""
     with open(fetch() if path == "val" else path, "rb") as file:
         for line in file:
-            is_line = not line.startswith((b"[", b"\x1f\x8b"))
-            require(is_line, "expected an example a line, neither an array nor packed by gzip")
+            is_line = not line.startswith((b"[", b"\x1f\x8b", b"PAR1"))
+            require(is_line, "expected an example a line, and no array, .gz or .parquet file")
             if not line.isspace():
                 yield json.loads(line)
 

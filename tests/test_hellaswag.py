@@ -175,7 +175,7 @@ def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch)
 LINE = json.dumps(EGG)
 BAD = {"": "no examples", LINE + '\n{"ctx': "example 2", "{}": "KeyError", "\x80": "Unicode"}
 BAD |= {json.dumps(EGG | {"label": ""}): "the test split has no labels: use the validation split"}
-BAD |= {f"[{LINE}]": "neither an array", "\x1f\x8b\x08": "nor packed by gzip"}
+BAD |= {f"[{LINE}]": "and no array", "\x1f\x8b\x08": "array, .gz", "PAR1": ".gz or .parquet"}
 BAD |= {LINE.replace('"label": 2', '"label": 4'): "0 to 3", LINE.replace('"waits.", ', ""): "4 end"}
 BAD |= {json.dumps(EGG | {"ctx": ""}): "a context", LINE.replace("waits.", ""): "4 endings"}
 
