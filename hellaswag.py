@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9.1", "numpy", "tiktoken>=0.9", "tqdm", "transformers"]
+# dependencies = ["torch>=2.9.1", "numpy", "tiktoken>=0.9", "tqdm", "transformers", "datasets"]
 # ///
 """
 HellaSwag: which of four endings of a text does a model find most likely?
@@ -22,14 +22,11 @@ arXiv:1905.07830) and two conventions, whose numbers must not be compared with e
 """
 
 import argparse
-import hashlib
 import json
 import os
 import re
 import sys
-import urllib.request
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import chain, islice
 from pathlib import Path
 
@@ -41,8 +38,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
-SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
+DATASET = "Rowan/hellaswag"  # the author's, on Hugging Face's hub. GitHub has blocked his file
 FILE = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 BATCH_TOKENS = {"cuda": 2**12, "mps": 2**12, "cpu": 2**10}  # in a forward pass
 
@@ -62,19 +58,17 @@ def fetch() -> Path:
     """Return the path of the validation file, downloaded once. Failing raises ConnectionError."""
     if FILE.is_file():
         return FILE
+    from datasets import load_dataset  # takes seconds, and the file may be there
+
     try:
-        with urllib.request.urlopen(URL, timeout=30) as response:  # seconds; raises unless 200
-            data = response.read()
-        # A proxy's login page also arrives with status 200, and must not be kept as the data
-        if hashlib.sha256(data).hexdigest() != SHA256:
-            raise OSError(f"{len(data)} bytes arrived that are not the file")
-        FILE.parent.mkdir(exist_ok=True)
-        temporary = FILE.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_bytes(data)
-        temporary.replace(FILE)  # other processes see the whole file or none
-    except (OSError, HTTPException) as error:  # HTTPException: fewer bytes than announced
-        advice = f"train with --hellaswag off, or save a copy (.github/HELP.md) as {FILE}"
+        examples = load_dataset(DATASET, split="validation")
+    except Exception as error:  # of many kinds, by the libraries that datasets uses
+        advice = f"train with --hellaswag off, or save a copy as {FILE}"
         raise ConnectionError(f"HellaSwag cannot be downloaded ({error}): {advice}") from error
+    FILE.parent.mkdir(exist_ok=True)
+    temporary = FILE.with_suffix(f".{os.getpid()}.tmp")
+    examples.to_json(temporary)  # one on each line
+    temporary.replace(FILE)  # other processes see the whole file or none
     return FILE
 
 

@@ -1,25 +1,23 @@
 """HellaSwag: the same choices as one row at a time, however rows are cut, sorted and shared."""
 
-import hashlib
 import io
 import json
 import lzma
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
-from http.client import IncompleteRead
 from itertools import product
-from pathlib import Path
 from unittest.mock import Mock, patch
-from urllib.error import HTTPError
 
 import pytest
 import tiktoken
 import torch
 import torch.distributed as dist
 from conftest import DATA, ROOT, needs_data
+from datasets import Dataset
 from torch.nn import functional as F
 
 import hellaswag
@@ -151,25 +149,25 @@ def test_two_processes_score_what_one_process_does(tmp_path, monkeypatch):
     assert shares[1] == one and model.call_count == 2 * n
 
 
-GONE = HTTPError(hellaswag.URL, 404, "Not Found", None, None)
-WRONG = [io.BytesIO(b"{"), io.BytesIO(b"<!"), IncompleteRead(b"{", 2), GONE]
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_download_is_kept_only_if_it_is_the_file(wrong, tmp_path, monkeypatch):
-    answers = Mock(side_effect=[wrong, io.BytesIO(b"{}")])  # an exception is raised
-    monkeypatch.setattr(hellaswag.urllib.request, "urlopen", answers)
-    monkeypatch.setattr(hellaswag, "FILE", tmp_path / "new" / "val.jsonl")
-    monkeypatch.setattr(hellaswag, "SHA256", hashlib.sha256(b"{}").hexdigest())
-    with pytest.raises(ConnectionError, match=f"^[^\n]*--hellaswag off[^\n]* as {hellaswag.FILE}$"):
+@pytest.mark.parametrize("error", [ConnectionError("offline"), RuntimeError("of datasets")])
+def test_a_download_is_kept_only_if_it_is_whole(error, tmp_path, monkeypatch):
+    path = tmp_path / "new" / "val.jsonl"
+    hub = Dataset.from_list([EGG | {"label": str(EGG["label"])}] * 3)  # labels are texts there
+    answers = Mock(side_effect=[error, hub])
+    monkeypatch.setattr("datasets.load_dataset", answers)
+    monkeypatch.setattr(hellaswag, "FILE", path)
+    with pytest.raises(ConnectionError, match=f"^[^\n]*--hellaswag off[^\n]* as {path}$"):
         hellaswag.fetch()
-    assert answers.call_args.args == (hellaswag.URL,) and answers.call_args.kwargs["timeout"] > 0
-    assert not list(tmp_path.glob("new/*"))
-    write = Path.write_bytes
-    with patch.object(Path, "write_bytes", autospec=True, side_effect=write) as write_bytes:
-        hellaswag.fetch()
-    assert write_bytes.call_args.args[0] != hellaswag.FILE, "a kill would leave a part of it"
-    assert list(hellaswag.iterate_examples("val")) == [{}] == list(hellaswag.iterate_examples())
+    answers.assert_called_with("Rowan/hellaswag", split="validation")
+    assert not path.parent.exists()
+    with patch.object(Dataset, "to_json", autospec=True, side_effect=Dataset.to_json) as write:
+        assert hellaswag.fetch() == path == hellaswag.fetch()
+    [call] = write.call_args_list
+    assert call.args[1] != path, "a kill would leave a part of it"
+    assert os.listdir(path.parent) == ["val.jsonl"] and answers.call_count == 2
+    read = [hellaswag.render_example(x, BYTES) for x in hellaswag.iterate_examples()]
+    expected = hellaswag.render_example(EGG, BYTES)
+    assert len(read) == 3 and all(str(x) == str(expected) for x in read)
 
 
 LINE = json.dumps(EGG)
