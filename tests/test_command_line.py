@@ -216,7 +216,7 @@ def test_b_is_the_least_that_keeps_the_number_of_micro_steps(monkeypatch):
 @pytest.mark.parametrize("gib, world, T, most, expected", [
     (24, 1, 1024, 99, 18), (24, 8, 1024, 99, 19), (81, 1, 1024, 99, 67), (900, 1, 1024, 99, 128),
     (9, 1, 1024, 3, 6), (4, 1, 1024, 1, 1), (2, 1, 1024, 99, None), (2, 1, 1024, 0, None),
-    (24, 1, 256, 99, 19), (24, 1, 2**18, 99, 1),
+    (24, 1, 256, 99, 19), (24, 1, 2**18, 99, 1), (2, 1, 256, 99, None),
 ])  # fmt: skip
 def test_what_fits_into_a_gpu_is_measured(gib, world, T, most, expected, monkeypatch):
     """A sequence takes 1 GiB here, beside 0.5 GiB of weights and 0.5 GiB of gradients, which are

@@ -206,7 +206,7 @@ def test_evaluations_and_saves_have_a_period_and_come_after_the_last_update(
 
 @pytest.mark.parametrize("losses, told", [
     ([5, 3.25, 3.5], "lowest at step 2, 3.2500: a new run with --max_steps 2,"),
-    ([5, 3.5, 3.25], None), ([], None),
+    ([5, 3.5, 3.25], None), ([], None), ([5, 3.25], None), ([5, float("nan"), 3], None),
 ])  # fmt: skip
 def test_the_end_names_a_better_step(losses, told, tmp_path, capsys):
     path = tmp_path / "log.txt"
@@ -370,10 +370,12 @@ def test_a_resumed_optimizer_finds_its_numbers_where_it_left_them(capturable):
     adam = torch.optim.Adam(params, foreach=False)
     adam.param_groups[0]["capturable"] = capturable
     optimizer = train_gpt2.ZeRO(params, [adam], 1e-3, make_process())
-    optimizer.load_state_dict({"0": {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "n": 7}})
+    state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "n": 7}
+    optimizer.load_state_dict({"0": state | {"half": torch.ones(3, dtype=torch.bfloat16)}})
     kept = adam.state[params[0]]
     assert kept["step"].device.type == ("meta" if capturable else "cpu")
     assert kept["exp_avg"].device.type == "meta" and kept["n"] == 7
+    assert kept["half"].dtype == torch.bfloat16, "a fork's smaller state resumes bit for bit"
 
 
 @pytest.mark.parametrize("grad_clip, scale", [(0.25, 1), (0, 1), (3, 1), (0.1, 0.2)])
