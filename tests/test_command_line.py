@@ -182,7 +182,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
 
 
 @pytest.mark.parametrize("max_steps, exponent", [
-    (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
+    (1, 15), (1000, 15), (2000, 16), (3000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
 ])  # fmt: skip
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     args = defaults(max_steps=max_steps)
