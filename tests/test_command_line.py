@@ -276,7 +276,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, ref
     assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
     for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
-        assert main("--max_steps 0 --data_dir data --init_from", source) == 0
+        assert main("--max_steps 0 --val_every 0 --data_dir data --init_from", source) == 0
         assert f"step     0/0 | val loss: {loss:.4f} | bits" in capsys.readouterr().out, source
         shutil.rmtree("b", ignore_errors=True)
         assert main("--data_dir data --log_dir b --max_steps 2 --init_from", source) == 0
