@@ -222,6 +222,10 @@ def test_the_command_line_scores_a_model_in_its_context(folders, monkeypatch, ca
     one = capsys.readouterr().out
     assert all(call.kwargs == {"flush": True} for call in said.mock_calls), "at once"
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
+    with monkeypatch.context() as other:
+        other.setenv("RANK", "1")
+        hellaswag.main(folders)
+        assert capsys.readouterr().out == "", "the first process alone prints"
     hellaswag.main([*folders, "-m", "padded"])
     assert capsys.readouterr().out == one
     hellaswag.main([*folders, "-m", "half"])
