@@ -91,12 +91,13 @@ MODEL = {"model", "n_layer", "n_head", "n_embd"}
     ("--resume --quickstart", {*FLAGS}, {"optimizer", "seq_len", "total_batch_size"}),
     ("--init_from=old --max_steps=0 --val_every=5", {*FLAGS}, set()),
     ("--sample --init_from=old", {*FLAGS}, set()),
-    ("--init_from=old --max_steps=9", MODEL | {"seq_len"}, set()),
+    ("--init_from=old --max_steps=9", MODEL, set()),
 ])  # fmt: skip
 def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
     """Those of the command line count more. No model is another one than the loaded one."""
     saved = {flag: unusual(row, 1) for flag, row in FLAGS.items()}
-    config = GPTConfig(*(saved[flag] for flag in ("n_layer", "n_head", "n_embd", "seq_len")))
+    sizes = [saved[flag] for flag in ("n_layer", "n_head", "n_embd")]
+    config = GPTConfig(*sizes, block_size=saved["seq_len"] + 1)  # it was trained on less
     resumed = {"step": 3, "dtype": "float32"}
     source = train_gpt2.Start(config, {}, saved | {"gone": 1}, resumed)
     monkeypatch.setattr(train_gpt2, "load_checkpoint", lambda path: source)
@@ -107,8 +108,9 @@ def test_a_checkpoint_holds_its_flags(words, kept, fixed, monkeypatch, capsys):
     assert "gone" not in args and ("gone 1 -> None" in capsys.readouterr().out) == is_resumed
     if kept >= {"max_lr"}:
         assert args["max_lr"] == saved["max_lr"]
-    else:  # fine-tuning has a tenth of the size's rate
+    else:  # fine-tuning has a tenth of the size's rate, and the whole context of the model
         assert args["max_lr"] == pytest.approx(SIZES[saved["model"]]["max_lr"] / 10)
+        assert args["seq_len"] == config.block_size
     for flag in FLAGS.keys() - {*re.findall(r"--(\w+)", words)}:
         assert (args[flag] == saved[flag]) == (flag in kept), flag
         other = unusual(FLAGS[flag], 2)
@@ -180,7 +182,7 @@ def test_defaults_follow_the_model_and_the_optimizer():
 
 
 @pytest.mark.parametrize("max_steps, exponent", [
-    (1, 15), (1000, 15), (2000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
+    (1, 15), (1000, 15), (2000, 16), (3000, 16), (4000, 17), (8000, 18), (19073, 19), (10**6, 19),
 ])  # fmt: skip
 def test_steps_and_tokens_a_step_grow_together(max_steps, exponent):
     args = defaults(max_steps=max_steps)
@@ -274,7 +276,7 @@ def test_a_trained_model_is_reused_in_every_way(shards, capsys, monkeypatch, ref
     assert {"tokenizer_config.json", "model.safetensors"} < {*os.listdir("folder")}
     for source in ("a", "a/model_00010.pt", "folder"):
         capsys.readouterr()
-        assert main("--max_steps 0 --data_dir data --init_from", source) == 0
+        assert main("--max_steps 0 --val_every 0 --data_dir data --init_from", source) == 0
         assert f"step     0/0 | val loss: {loss:.4f} | bits" in capsys.readouterr().out, source
         shutil.rmtree("b", ignore_errors=True)
         assert main("--data_dir data --log_dir b --max_steps 2 --init_from", source) == 0

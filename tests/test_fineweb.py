@@ -392,10 +392,11 @@ def test_validation_first_and_then_training(data, tmp_path_factory):
 
 
 def test_validation_gets_the_middle_of_every_ten_pieces(tmp_path, capsys):
-    files = write_jsonl(tmp_path / "docs.jsonl", [x * 5119 for x in "abc"])
+    files = write_jsonl(tmp_path / "docs.jsonl", [x * 2559 for x in "abcdef"])  # 5 pieces each
     out = build(files, tmp_path / "out", "--val_tokens", 1000)
-    assert read_split(out, "val") == [ord(x) for x in "a" * 512 + "b" * 488], "its limit"
-    assert read_split(out, "train") == to_tokens(["a" * 4607, "b" * 4631, "c" * 5119])
+    assert read_split(out, "val") == [ord(x) for x in "a" * 512 + "c" * 488], "its limit"
+    rest = ["a" * 2047, "b" * 2559, "c" * 2071, *(x * 2559 for x in "def")]
+    assert read_split(out, "train") == to_tokens(rest)
     for share in (0.3, 0.5, 0.9, 1):
         args = Mock(val_share=share, val_tokens=10**6)
         mask = np.empty(0, bool)

@@ -29,8 +29,8 @@ BYTES = tiktoken.Encoding("b", pat_str="(?s:.)", mergeable_ranks=RANKS, special_
 EGG = {  # in the original file's format, with all that the harness cleans away
     "activity_label": "Food",
     "ctx_a": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. ",
-    "ctx_b": "the cook [step]",
-    "ctx": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. the cook",
+    "ctx_b": "the Cook [step]",
+    "ctx": "[header] How to boil an egg [title] Take a pot. [step] Fill it with  water. the Cook",
     "endings": ["waits.", "[substeps] sings.", " walks   away [title] for good.", "eats it"],
     "label": 2,
 }
@@ -104,7 +104,7 @@ def test_choices_are_those_of_one_row_at_a_time(tmp_path):
 def test_rows_are_the_texts_of_the_convention_as_gpt2_tokens(convention):
     gpt2 = tiktoken.get_encoding("gpt2")
     context, endings = EGG["ctx"], [f" {ending}" for ending in EGG["endings"]]
-    if convention == "harness":  # no marks; one at the end of the context leaves a space
+    if convention == "harness":  # no marks, of which the last leaves a space, and no other capital
         context = "Food: How to boil an egg. Take a pot. Fill it with water. The cook"
         endings = ["  waits.", "   sings.", "  walks  away. for good.", "  eats it"]
     with lzma.open(DATA / "hellaswag_val.jsonl.xz", "rt") as file:
@@ -225,6 +225,10 @@ def test_the_command_line_scores_a_model_in_its_context(folders, monkeypatch, ca
     one = capsys.readouterr().out
     assert all(call.kwargs == {"flush": True} for call in said.mock_calls), "at once"
     assert re.fullmatch(r"build-nanogpt \| acc ./7 .*\nharness .* acc_norm ./7 .*\n", one)
+    with monkeypatch.context() as other:
+        other.setenv("RANK", "1")
+        hellaswag.main(folders)
+        assert capsys.readouterr().out == "", "the first process alone prints"
     hellaswag.main([*folders, "-m", "padded"])
     assert capsys.readouterr().out == one
     hellaswag.main([*folders, "-m", "half"])

@@ -111,7 +111,11 @@ def check(self, lr, step=train_gpt2.ZeRO.step):
     step(self, lr)
     held = {p for optimizer in self.optimizers for p in optimizer.state}
     print("holds:", sum(p.numel() for p in held), len(held), flush=True)
-train_gpt2.ZeRO.step = check
+def gather_tensors(self, own, gather=train_gpt2.Process.gather_tensors):
+    whole = gather(self, own)
+    print("gathered:", len(whole), flush=True)
+    return whole
+train_gpt2.ZeRO.step, train_gpt2.Process.gather_tensors = check, gather_tensors
 """
 
 
@@ -128,6 +132,8 @@ def test_each_process_holds_a_part_of_the_optimizers_state(shards, optimizer):
         assert sum(numbers) == sum(p.numel() for p in model.parameters())
         assert sum(tensors) == len([*model.parameters()])
         assert max(numbers) < 0.7 * sum(numbers), numbers
+        others, first = sorted(int(n) for n in re.findall(r"gathered: (\d+)", out))
+        assert others == 0 < first, "the first process alone holds all of it, to save it"
 
 
 @pytest.mark.parametrize("processes", [2, 3])

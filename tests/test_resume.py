@@ -229,9 +229,10 @@ def test_a_longer_run_keeps_the_records_of_the_shorter_one(shards, monkeypatch):
     found = {name: [int(step) for step, x, _ in records if x == name] for name in STREAMS}
     assert found["train"] == found["dt"] == [*range(8)]
     assert found["val"] == found["bpb"] == found["hella"] == [0, 2, 4, 5, 6, 8]
-    assert main(flags, broken, "--max_steps 8 --val_every 8 --hellaswag off") == 0
-    found = read_log(broken)
-    assert {*found["hella"]} == {*found["val"]} == {0, 2, 4, 5, 6, 8}, "one is not measured again"
+    for off in ("--hellaswag off", "--val_tokens 0"):
+        assert main(flags, broken, "--max_steps 8 --val_every 8", off) == 0
+        found = read_log(broken)
+        assert {*found["hella"]} == {*found["val"]} == {0, 2, 4, 5, 6, 8}, f"kept with {off}"
 
 
 def signal_in(call: int, name: str, times=1, training=True, rank=0) -> str:
