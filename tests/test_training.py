@@ -205,7 +205,7 @@ def test_evaluations_and_saves_have_a_period_and_come_after_the_last_update(
 
 
 @pytest.mark.parametrize("losses, told", [
-    ([5, 3.25, 3.5], "lowest at step 2, 3.2500: a new run with --max_steps 2,"),
+    ([5, 3.25, 3.5], "lowest at step 2, 3.2500: a new run with --max_steps 2 has"),
     ([5, 3.5, 3.25], None), ([], None), ([5, 3.25], None), ([5, float("nan"), 3], None),
     ([3.25, 5, 3.5], None),
 ])  # fmt: skip
