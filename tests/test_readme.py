@@ -55,10 +55,9 @@ RUNS = {
     "train_gpt2.py": f"{SMALL} --model test --seq_len 16 --total_batch_size 256",
     "train_gpt2.py --max_lr 1.8e-3": f"{SMALL} --model test --seq_len 16"
     " --total_batch_size 256 --log_dir log/full",
-    "train_gpt2.py --resume": "--max_steps 4",
-    "train_gpt2.py --sample --init_from log": "",
-    "train_gpt2.py --init_from log --max_steps 0": "",
-    "train_gpt2.py --init_from log --export_hf folder": "",
+    "train_gpt2.py --sample --init_from log/quickstart": "",
+    "train_gpt2.py --init_from log/quickstart --max_steps 0": "",
+    "train_gpt2.py --init_from log/quickstart --export_hf folder": "",
     "mine.py --quickstart --max_steps 50 --log_dir log/try": SMALL,
 }
 ON_GPU = "--optimizer muon --model d6 --seq_len 256 --total_batch_size 16384 --max_steps"
@@ -199,13 +198,16 @@ def test_each_command_does_its_work(tmp_path, monkeypatch, capsys):
             runpy.run_path(script)
             continue
         call(importlib.import_module(script.removesuffix(".py")).main, argv, capsys)
-    assert Path("folder", "model.safetensors").is_file() and Path("log", "model_00004.pt").is_file()
+    assert (
+        Path("folder", "model.safetensors").is_file()
+        and Path("log/quickstart", "model_00004.pt").is_file()
+    )
 
 
 @pytest.mark.parametrize("row", CHANGES)
 def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
     """The script has outgrown no recipe."""
-    begin = rf"^(?:\| {row} \||- \*\*{row.capitalize()}\.)"  # of a table's row, or of an item
+    begin = rf"^(?:- )?\*\*{row.capitalize()}\."  # of an item or a paragraph
     (cell,) = re.findall(rf"(?ms){begin}(.*?)^\S", README + MORE)
     codes = [code for code in re.findall(r"`([^`]+)`", cell) if re.search(r"[:=(] ?\S", code)]
     flags, *places = CHANGES[row]
