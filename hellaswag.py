@@ -283,12 +283,14 @@ def run(argv) -> None:
 
 
 def main(argv=None) -> None:
-    """Run the command line, and exit with 2 after a mistake that the user can put right."""
+    """Run the command line, and exit with 2 after a user's mistake, or with 130 after Ctrl-C."""
     try:
         run(argv)
     except OSError as error:
         print("hellaswag.py:", *str(error).split(), file=sys.stderr)  # one line
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 plus SIGINT's number
 
 
 if __name__ == "__main__":

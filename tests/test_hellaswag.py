@@ -246,6 +246,12 @@ def test_the_command_line_scores_a_model_in_its_context(folders, monkeypatch, ca
         assert err.count("\n") == 1 and expected.get(mistake[1], mistake[1]) in err
 
 
+def test_ctrl_c_ends_it_without_a_traceback(monkeypatch):
+    monkeypatch.setattr(hellaswag, "run", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match=r"^130$"):
+        hellaswag.main([])
+
+
 @pytest.mark.slow
 @needs_data
 def test_two_processes_print_what_one_does(folders, capsys):
