@@ -367,6 +367,7 @@ def test_a_folder_with_a_tokenizer_of_another_language_is_refused(tmp_path):
 
 @pytest.mark.parametrize("change, message", [
     ({"vocab_size": 300}, "has 300 tokens, expected 50257 or 257"),
+    ({"vocab_size": 258, "tokenizer": "bytes"}, "has 258 tokens, expected 257"),  # [PAD], added
     ({"activation_function": "relu"}, "activation_function is relu, expected gelu_new"),
     ({"activation_function": "gelu"}, "activation_function is gelu, expected gelu_new"),
     ({"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True, expected False"),
