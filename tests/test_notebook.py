@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import time
 
 import nbclient
 import nbformat
@@ -92,6 +93,25 @@ def test_the_second_cell_draws_other_logs_or_names_them(tmp_path, monkeypatch, c
     assert "good 5.100" in labels
     assert any(label.startswith("other ") for label in labels) == is_drawn
     assert ("log/other/log.txt is left out" in capsys.readouterr().out) != is_drawn
+
+
+def test_the_cell_that_trains_may_be_executed_again(monkeypatch):
+    """While its runs go on, too, as after a change: no two of them write into one folder."""
+    monkeypatch.setattr("subprocess.run", lambda *command, **settings: None)  # makes the data
+    training = set()
+
+    def train(*settings):
+        run = str(settings)
+        assert run not in training
+        training.add(run)
+        time.sleep(0.1)
+        training.remove(run)
+
+    scope = run_cells(0, 2) | {"train": train}
+    scope = run_cells(3, 3, **scope)
+    results = [run.result() for run in scope["log_dirs"].values()]  # raises what a run has raised
+    scope["pool"].shutdown(cancel_futures=True)
+    assert len(results) == len(EXPERIMENTS)
 
 
 def test_stored_outputs_are_whole_and_show_every_experiment():
