@@ -1,7 +1,10 @@
 """The notebook: its experiments apply to train_gpt2.py as it is, and every cell runs offline."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 import time
 
 import nbclient
@@ -112,6 +115,19 @@ def test_the_cell_that_trains_may_be_executed_again(monkeypatch):
     results = [run.result() for run in scope["log_dirs"].values()]  # raises what a run has raised
     scope["pool"].shutdown(cancel_futures=True)
     assert len(results) == len(EXPERIMENTS)
+
+
+def test_a_change_may_have_any_letter_in_any_locale(tmp_path):
+    """As on Windows, where Python reads and writes files in UTF-8 only if somebody says so."""
+    script = 'print("sample 0: a")  # größer'
+    (tmp_path / "train_gpt2.py").write_text(script, "utf-8")
+    code = f"STEPS = 1\n{CODE[0].source}\nprint(train('', [('größer', '更大')]))"
+    (tmp_path / "cell.py").write_text(code, "utf-8")
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "cell.py"]
+    out = subprocess.check_output(command, cwd=tmp_path, env=env | {"MPLBACKEND": "agg"}, text=True)
+    changed = tmp_path / out.split()[-1] / "train_gpt2.py"
+    assert changed.read_text("utf-8") == script.replace("größer", "更大")
 
 
 def test_stored_outputs_are_whole_and_show_every_experiment():
