@@ -7,7 +7,7 @@ resumes exactly. To try one by hand, replace its old texts in a copy of train_gp
 from pathlib import Path
 from typing import NamedTuple
 
-SCRIPT = (Path(__file__).resolve().parents[2] / "train_gpt2.py").read_text()
+SCRIPT = (Path(__file__).resolve().parents[2] / "train_gpt2.py").read_text("utf-8")
 
 
 class Idea(NamedTuple):

@@ -106,7 +106,7 @@ def run_script(script: str, flags: str, folder, gpus="", path=ROOT) -> dict:
     [values]}, with B, the number of parameters, the peak memory in GiB, the seconds that it takes
     to start, make its first step and end, and the log's folder."""
     copy = Path(tempfile.mkdtemp(dir=folder), "train_gpt2.py")
-    copy.write_text(script.replace(MAIN, PEAK + MAIN) if gpus else script)
+    copy.write_text(script.replace(MAIN, PEAK + MAIN) if gpus else script, "utf-8")
     command = [sys.executable]
     if "," in gpus:
         command += ["-m", "torch.distributed.run", "--standalone"]
@@ -190,7 +190,7 @@ def measure_speed(args) -> None:
             assert n <= max(1, len(gpus)), f"--gpus {n}: this machine has {len(gpus)}"
             steps = max(12, args.seconds * n * 550_000 // tokens) if gpus else 3
             flags = f"--data_dir {folder} {always} --total_batch_size {tokens} --max_steps {steps}"
-            log = run_script(path.read_text(), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
+            log = run_script(path.read_text("utf-8"), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
             case = {"GPUs": n * bool(gpus), "B": log["B"], "tokens": tokens, "script": path.name}
             case |= {"flags": args.flags, "turn": turn}
             values = {unit: log[unit] for unit in ("ms", "GiB", "s without steps") if unit in log}
@@ -247,8 +247,8 @@ def choose_variants(args, script: str) -> dict:
             variants[idea.name] = (idea.source, change(script, idea.edits), ROOT)
     for path in args.beside:
         assert path.stem not in [*variants, GPT2.name], f"--beside: two copies named {path.stem}"
-        variants[path.stem] = (path.name, path.read_text(), path.resolve().parent)
-        compile(path.read_text(), path, "exec")  # a mistake is seen before hours of training
+        variants[path.stem] = (path.name, path.read_text("utf-8"), path.resolve().parent)
+        compile(path.read_text("utf-8"), path, "exec")  # a mistake is seen before hours of training
     assert variants, f"--only {only}: no idea has such a name"
     if args.base:
         variants[GPT2.name] = (GPT2.source, script, ROOT)
@@ -293,7 +293,7 @@ def measure_ideas(args) -> None:
     for 131M tokens, or as --flags say, with the same seeds. Every GPU, or without one every core,
     trains one of them at a time."""
     results = Results(args)
-    script = TRAIN.read_text()
+    script = TRAIN.read_text("utf-8")
     variants = choose_variants(args, script)
     if args.data == "pydocs" and not list(Path("pydocs").glob("*.npy")):
         # Here, because otherwise all runs would make it, at once
