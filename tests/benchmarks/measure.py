@@ -190,7 +190,8 @@ def measure_speed(args) -> None:
             assert n <= max(1, len(gpus)), f"--gpus {n}: this machine has {len(gpus)}"
             steps = max(12, args.seconds * n * 550_000 // tokens) if gpus else 3
             flags = f"--data_dir {folder} {always} --total_batch_size {tokens} --max_steps {steps}"
-            log = run_script(path.read_text("utf-8"), f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
+            script = path.read_text("utf-8")
+            log = run_script(script, f"{flags} {args.flags}", folder, ",".join(gpus[:n]))
             case = {"GPUs": n * bool(gpus), "B": log["B"], "tokens": tokens, "script": path.name}
             case |= {"flags": args.flags, "turn": turn}
             values = {unit: log[unit] for unit in ("ms", "GiB", "s without steps") if unit in log}
