@@ -131,7 +131,7 @@ SAMPLES = {  # step: what the quickstart writes then, and where that stands (ste
     40: ("Return a the last the t", (62, 6.35)),
     80: ("Return is a type of of the", (104, 5.55)),
     200: ("Return the result is", (226, 4.85)),
-    800: ("Return True if it was False.", (330, 3.3)),
+    800: ("Return True if it was False.", (318, 3.3)),
 }
 GUESSES = {  # what losses mean: how many tokens one would choose from, and where the text stands
     2048: ("like a guess among 2,048", 792, 0.17),
