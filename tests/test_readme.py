@@ -149,7 +149,7 @@ def test_the_map_and_the_links_to_lines_are_those_of_the_script():
     titles = {i: line[7:].strip(" -") for i, line in enumerate(lines, 1) if line[:6] == "# ----"}
     [end_of_lecture] = [start for start in titles if titles[start] == "generation and evaluation"]
     titles = {start: titles[start] for start in titles if start < end_of_lecture}
-    titles[end_of_lecture] = "what a run needs besides"
+    titles[end_of_lecture] = "everything else a run needs"
     starts = [*titles, len(lines)]
     rows = []
     for (start, title), end in zip(titles.items(), starts[1:], strict=True):
