@@ -295,7 +295,7 @@ def test_every_parameter_has_one_optimizer(optimizer):
     model.transformer.h[-1].table = torch.nn.Embedding(7, 32)
     model.head = torch.nn.Linear(32, 384, bias=False)
     model.gate = torch.nn.Parameter(torch.ones(2))
-    model.position_bias = torch.nn.Parameter(torch.ones(2, 16))
+    model.positions = torch.nn.Parameter(torch.ones(2, 16))
     optimizers = model.configure_optimizers(0.3, 6e-4, optimizer)
     names = {id(p): name for name, p in model.named_parameters()}
     updated = []
