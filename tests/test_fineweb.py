@@ -717,7 +717,7 @@ STRANGERS += [  # the name of a file, its content, options, and the documents, o
     ("a.csv", b'\xef\xbb\xbfid,text\n1,"A\nB, ""c"""\n2,\n3,NA\n', "", ['A\nB, "c"', "NA"]),
     ("a.TSV.gz", gzip.compress(b"body\ta; b\r\nA, b\t1\r\n", mtime=0), "--text_key body", ["A, b"]),
     ("a.csv", b"id,text\n1,05\n\n2,5\n", "", ["05", "5"]),
-    ("a.csv", b"id,text\n1,A\n2,B, b\n", "", "a.csv: row in line 3: found 3 cells, expected 2"),
+    ("a.csv", b'id,text\n1,"A\nA"\n2,B, b\n', "", "a.csv: row in line 4: found 3 cells, expected 2"),
     ("a.csv", b"id;text\n1;A\n", "", """row in line 2: expected the key 'text' (--text_key), found ['id;text']"""),
     ("a.parquet", b"PAR1", "", "ArrowInvalid"),
     ("a.parquet", {"text": ["A", None, "", None]}, "", ["A", ""]),
