@@ -850,6 +850,7 @@ def test_defaults_follow_the_source_and_the_machine(monkeypatch):
         ("", 1.0, 10**8, 4, "gpt2"), ("--max_tokens 150000000", 1.0, 15 * 10**6, 4, "gpt2"),
         ("--files x --out y", 0.1, 10**8, 4, "gpt2"), ("--dataset pydocs", 0.1, 10**8, 4, "2048"),
         ("--max_tokens 9000000000", 1.0, 10**8, 4, "gpt2"),
+        ("--files x --out y --val_share 1", 1.0, sys.maxsize, 4, "gpt2"),  # a text to measure with
     ):  # fmt: skip
         args = fineweb.parse_args(argv.split())
         assert [args.val_share, args.val_tokens, args.workers, args.tokenizer] == expected
