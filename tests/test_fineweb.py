@@ -984,6 +984,11 @@ def test_short_rows_and_marks_inside_texts(tmp_path, capsys, monkeypatch):
     printed = command_line(files, tmp_path / "out", capsys)
     assert ' --prompt="emma" ' in printed
     assert "\n20,000 <|endoftext|> inside texts end no document: they are read" in printed
+    monkeypatch.setattr(fineweb, "BATCH_SIZE", 100)
+    empty = str(write_jsonl(tmp_path / "b.jsonl", [""] * 250))
+    args = fineweb.parse_args(["--files", empty, "--out", "out"])
+    batches = fineweb.read_batches(args, {empty: [1, ""]}, fineweb.Position())
+    assert [len(batch) for *_, batch in batches] == [100, 100, 50], "they need little memory"
 
 
 @pytest.mark.parametrize("words, values", {
