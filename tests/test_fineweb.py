@@ -971,9 +971,21 @@ def test_no_unfinished_file_stays(tmp_path, monkeypatch, capsys):
 
 
 def test_another_command_that_finishes_first_may_delete_a_temporary_file(tmp_path, monkeypatch):
-    """It is not needed then, because all files have their names already."""
+    """It is not needed then, because all files have their names already. While both commands write,
+    each has a temporary file of its own."""
+    path, found = tmp_path / "a.npy", []
+
+    def write_at_once(_):
+        found.append(len([*tmp_path.iterdir()]))
+        if len(found) == 1:
+            monkeypatch.setattr(os, "getpid", lambda: 1)  # the other command
+            fineweb.write_file(str(path), b"A")
+
+    monkeypatch.setattr(os, "fsync", write_at_once)
+    fineweb.write_file(str(path), b"A")
+    assert found == [1, 2] and path.read_bytes() == b"A"
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.iterdir()])
-    fineweb.write_file(str(tmp_path / "a.npy"), b"A")
+    fineweb.write_file(str(path), b"B")
     assert not [*tmp_path.iterdir()]
 
 
