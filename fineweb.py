@@ -791,7 +791,7 @@ def report(args: Namespace, meta: dict, argv: list[str] | None) -> None:
     if marks := meta["progress"]["position"].marks:
         print(f"{marks:,} {EOT} inside texts end no document: they are read as characters")
     if args.tokenizer == "gpt2" and token_size < 3:  # English has 3.4 to 4.6
-        print("GPT-2's tokens fit these texts badly: add --tokenizer 4096, with another --out")
+        print("GPT-2's tokens fit these texts badly: add --tokenizer 16384 (a CPU: 2048) and --out")
     if 0 < train * token_size < 10**5:  # bytes: of 120 KB, validation has a tenth
         print("this is too little to learn from: a model needs 120 KB of text or more")
     elif argv is None:
@@ -809,7 +809,7 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     below 100M      a CPU: the quickstart's model, four epochs in at most ten minutes
                     a GPU: a small model, four epochs. If the tokens are GPT-2's, OpenAI's model
     below 2.5B      a GPU: GPT-2 by Muon, four epochs of own files, one of a dataset of the hub
-    2.5B or more    a GPU: GPT-2, as train_gpt2.py trains it by default"""
+    2.5B or more    a GPU: GPT-2 by AdamW, at three times GPT-3's rate"""
     # Double quotes, because Windows' cmd.exe knows no others
     quote = "" if re.fullmatch(r"[\w:+=,./\\-]+", args.out) else '"'
     command = f"python train_gpt2.py --data_dir {quote}{args.out}{quote}"
@@ -820,7 +820,7 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     if val <= 1024:  # the longest window
         command += " --val_tokens 0"
     if train >= 2.5e9:
-        return f"next, on a GPU:\n{command}"
+        return f"next, on a GPU:\n{command} --max_lr 1.8e-3"
     if args.dataset != FINEWEB:  # for which the default prompt is made
         command += f' --prompt="{prompt}"'
     if train >= 10**8:
