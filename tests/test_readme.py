@@ -208,7 +208,7 @@ def test_each_command_does_its_work(tmp_path, monkeypatch, capsys):
 def test_each_change_trains_and_resumes(row, tmp_path, monkeypatch, shards):
     """The script has outgrown no recipe."""
     begin = rf"^(?:- )?\*\*{row.capitalize()}\."  # of an item or a paragraph
-    (cell,) = re.findall(rf"(?ms){begin}(.*?)^\S", README + MORE)
+    (cell,) = re.findall(rf"(?ms){begin}(.*?)(?=\n\n|\n- )", README + MORE)
     codes = [code for code in re.findall(r"`([^`]+)`", cell) if re.search(r"[:=(] ?\S", code)]
     flags, *places = CHANGES[row]
     source = (ROOT / "train_gpt2.py").read_text()
