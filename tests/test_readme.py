@@ -46,7 +46,7 @@ RUNS = {
     'fineweb.py "texts/**/*.txt" --out mine': "",
     'fineweb.py talks.jsonl --text_key "Question: {instruction}\\nAnswer: {output}"'
     " --tokenizer 2048 --out talks": "",
-    "questions.py": "",
+    "tests/benchmarks/questions.py": "",
     'fineweb.py answers.jsonl --text_key "{question}\\n{answer}" --tokenizer pydocs --out answers': "",
     "train_gpt2.py --quickstart --init_from log/quickstart --data_dir answers --log_dir log/answers"
     ' --max_steps 400 --val_every 100 --prompt "What does shutil.copyfile do?"': SMALL,
@@ -105,7 +105,8 @@ def test_each_command_is_run_by_a_test_or_known():
     lines = [line.split("#")[0] for line in [*blocks.splitlines(), *codes]]
     pattern = r"(?:python|torchrun\b[^;]*?) ([\w/]+\.py\b[^;&]*)"
     found = {found.strip() for line in lines for found in re.findall(pattern, line)}
-    assert {command for command in found if command[:6] != "tests/"} == RUNS.keys() | NOT_RUN
+    measures = {command for command in found if command.startswith("tests/benchmarks/measure.py")}
+    assert found - measures == RUNS.keys() | NOT_RUN
 
 
 def test_each_flag_exists():
@@ -188,14 +189,10 @@ def test_each_command_does_its_work(tmp_path, monkeypatch, capsys):
         Path(folder).mkdir()
         Path(folder, "1.txt").write_text("A text of many words. " * 500)
     Path("talks.jsonl").write_text('{"instruction": "Why?", "output": "Because."}\n' * 500)
-    [questions] = re.findall(
-        r"(?s)```python\n(.*?)```", (ROOT / ".github/TEXTS.md").read_text("utf-8")
-    )
-    Path("questions.py").write_text(questions)
     for run in RUNS.items():
         script, *argv = shlex.split(" ".join(run))
-        if script == "questions.py":  # the page's program of a screen, without a main
-            runpy.run_path(script)
+        if script.startswith("tests/"):
+            runpy.run_path(str(ROOT / script), run_name="__main__")
             continue
         call(importlib.import_module(script.removesuffix(".py")).main, argv, capsys)
     assert (
