@@ -820,6 +820,8 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     if val <= 1024:  # the longest window
         command += " --val_tokens 0"
     if train >= 2.5e9:
+        if args.out == FOLDERS[FINEWEB, "sample-10BT"]:
+            command = "python train_gpt2.py"  # which reads this folder by default
         return f"next, on a GPU:\n{command} --max_lr 1.8e-3"
     if args.dataset != FINEWEB:  # for which the default prompt is made
         command += f' --prompt="{prompt}"'

@@ -806,6 +806,11 @@ def test_what_to_run_next_suits_the_texts(source, vocab_size, train, val, on_cpu
     assert ("--tokenizer 2048" in lines[0]) == (on_cpu is None and train < 10**8)
 
 
+def test_the_full_run_is_that_of_the_pages():
+    command = fineweb.suggest(fineweb.parse_args([]), {}, 10**10, 10**8, "A b").splitlines()[1]
+    assert command == "python train_gpt2.py --max_lr 1.8e-3"
+
+
 def test_the_log_dir_has_the_name_of_the_shards():
     args = fineweb.parse_args(["--files", "x", "--out", "."])
     assert f"--data_dir . --log_dir log/{Path.cwd().name} " in fineweb.suggest(
