@@ -814,8 +814,10 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     quote = "" if re.fullmatch(r"[\w:+=,./\\-]+", args.out) else '"'
     command = f"python train_gpt2.py --data_dir {quote}{args.out}{quote}"
     if train == 0:
-        command += f" --init_from log --max_steps 0 --val_tokens {val}"
-        return f"next, for a model in log that reads these tokens:\n{command}"
+        log = f"log/{Path(args.tokenizer).name}"  # of the model whose shards gave the tokenizer
+        log = log if os.path.isdir(log) else "log"
+        command += f' --init_from "{log}" --max_steps 0 --val_tokens {val}'
+        return f"next, for a model in {log} that reads these tokens:\n{command}"
     command += f" --log_dir {quote}log/{Path(args.out).resolve().name}{quote}"
     if val <= 1024:  # the longest window
         command += " --val_tokens 0"

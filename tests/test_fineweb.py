@@ -823,14 +823,15 @@ def test_a_text_to_measure_a_model_with(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = write_jsonl(tmp_path / "a.jsonl", ["some text"] * 900)
     build(files, tmp_path / "mine")
-    assert main("--data_dir", "mine", "--max_steps", 1) == 0
+    assert main("--data_dir", "mine", "--log_dir", "log/mine", "--max_steps", 1) == 0
     capsys.readouterr()
     printed = command_line(
         files, tmp_path / "test", capsys, "--val_share", 1, "--tokenizer", "mine"
     )
     assert "\n0 tokens to train and 9,000 to validate, of 0.90 bytes each\n" in printed
     [command] = re.findall(r"^python train_gpt2.py (.*)", printed, re.M)
-    assert command == f"--data_dir {tmp_path}/test --init_from log --max_steps 0 --val_tokens 9000"
+    flags = '--init_from "log/mine" --max_steps 0 --val_tokens 9000'
+    assert command == f"--data_dir {tmp_path}/test {flags}"
     assert main(*shlex.split(command)) == 0
     assert re.search(r"step +\d/\d \| val loss: [\d.]+ \| bits per byte", capsys.readouterr().out)
 
