@@ -249,7 +249,9 @@ def choose_variants(args, script: str) -> dict:
     for path in args.beside:
         assert path.stem not in [*variants, GPT2.name], f"--beside: two copies named {path.stem}"
         variants[path.stem] = (path.name, path.read_text("utf-8-sig"), path.resolve().parent)
-        compile(path.read_text("utf-8-sig"), path, "exec")  # a mistake is seen before hours of training
+        compile(
+            path.read_text("utf-8-sig"), path, "exec"
+        )  # a mistake is seen before hours of training
     assert variants, f"--only {only}: no idea has such a name"
     if args.base:
         variants[GPT2.name] = (GPT2.source, script, ROOT)
