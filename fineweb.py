@@ -806,7 +806,7 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     """Return the next commands, which suit the number of tokens to train:
 
     none            the loss of a model that reads these tokens
-    below 100M      a CPU: the quickstart's model, four epochs in at most ten minutes
+    below 100M      a CPU: the quickstart's model, four epochs, but 800 to 4,000 steps
                     a GPU: a small model, four epochs. If the tokens are GPT-2's, OpenAI's model
     below 2.5B      a GPU: GPT-2 by Muon, four epochs of own files, one of a dataset of the hub
     2.5B or more    a GPU: GPT-2 by AdamW, at three times GPT-3's rate"""
@@ -815,7 +815,8 @@ def suggest(args: Namespace, meta: dict, train: int, val: int, prompt: str) -> s
     command = f"python train_gpt2.py --data_dir {quote}{args.out}{quote}"
     if train == 0:
         log = f"log/{Path(args.tokenizer).name}"  # of the model whose shards gave the tokenizer
-        log = log if os.path.isdir(log) else "log"
+        if not os.path.isdir(log):
+            log = "log"
         command += f' --init_from "{log}" --max_steps 0 --val_tokens {val}'
         return f"next, for a model in {log} that reads these tokens:\n{command}"
     command += f" --log_dir {quote}log/{Path(args.out).resolve().name}{quote}"
